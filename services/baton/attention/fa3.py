@@ -87,11 +87,17 @@ class Fa3Attention(PagedAttention):
         multiprocessors."""
         if rows.starts is not None or all(options.window is not None for options in self._options):
             return
+        rows.plan = self._divided(rows)
+
+    def _divided(
+        self, rows: PagedRows, starts: torch.Tensor | None = None, longest: int = 1, num_splits: int = 0
+    ) -> Any:
+        """The kernel's plan; `num_splits` 0: as many as it chooses."""
         layout = self._layout
         count, pages = rows.table.shape
-        rows.plan = torch.ops.sgl_kernel.get_scheduler_metadata(
+        return torch.ops.sgl_kernel.get_scheduler_metadata(
             count,
-            1,
+            longest,
             pages * layout.page_size,
             self._num_heads,
             layout.num_kv_heads,
@@ -99,7 +105,7 @@ class Fa3Attention(PagedAttention):
             layout.head_dim,
             layout.dtype,
             rows.lengths,
-            None,
+            starts,
             None,
             None,
             None,
@@ -107,7 +113,7 @@ class Fa3Attention(PagedAttention):
             layout.page_size,
             0,
             True,
-            num_splits=0,
+            num_splits=num_splits,
         )
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
@@ -178,30 +184,8 @@ class FixedFa3Attention(Fa3Attention):
 
     def plan(self, rows: PagedRows) -> None:
         """Computes once for all layers how chunks are split among multiprocessors."""
-        layout = self._layout
-        count, pages = rows.table.shape
         starts = self._starts_of(rows)
-        metadata: Any = torch.ops.sgl_kernel.get_scheduler_metadata(
-            count,
-            max(rows.longest, _LEAST),
-            pages * layout.page_size,
-            self._num_heads,
-            layout.num_kv_heads,
-            layout.head_dim,
-            layout.head_dim,
-            layout.dtype,
-            rows.lengths,
-            starts,
-            None,
-            None,
-            None,
-            None,
-            layout.page_size,
-            0,
-            True,
-            num_splits=1,
-        )
-        rows.plan = starts, metadata
+        rows.plan = starts, self._divided(rows, starts, max(rows.longest, _LEAST), num_splits=1)
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
         keys, values = self._layers[layer]

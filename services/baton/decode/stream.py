@@ -12,6 +12,7 @@ from google.rpc import status_pb2
 from baton.decode.types import Done, Failed, Output, Prompt, Tokens
 from baton.rpc.errors import BatonError, not_found, to_status
 from baton.rpc.streams import Outbox, byte_size
+from baton.rpc.tasks import wait_at_most
 from baton.v1 import decode_pb2
 from baton.worker.caller_stream import CallerStream
 from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to, status_of
@@ -99,11 +100,7 @@ class DecodeStream(CallerStream):
         if seconds <= 0:
             return
         self._news.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError:
-            return
+        await wait_at_most(seconds, self._news)
 
     def _hurry(self, request: int) -> None:
         self._urgent.add(request)

@@ -30,6 +30,7 @@ from baton.rpc.address import new_incarnation
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unavailable
 from baton.rpc.logs import get_logger
+from baton.rpc.tasks import wait_at_most
 from baton.tracing.recorder import Recorder
 from baton.v1 import inference_pb2, node_pb2
 
@@ -145,11 +146,7 @@ class Gateway:
         """Refuses new requests and waits at most `seconds` for running ones; returns the number of those
         left."""
         self._draining = True
-        try:
-            async with asyncio.timeout(seconds):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
+        await wait_at_most(seconds, self._idle)
         return len(self._running) + self._calls
 
     async def stop(self) -> None:

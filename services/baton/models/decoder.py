@@ -97,7 +97,6 @@ class Decoder:
         *,
         norm_plus_one: bool = False,
         embedding_scale: float | None = None,
-        head_bias: bool = False,
     ) -> None:
         """Declares embedding, final norm and head under the names that all families use.
 
@@ -131,7 +130,7 @@ class Decoder:
             parameters.ignore("lm_head.weight")
         else:
             self.head = parameters.linear(
-                {"lm_head": size}, hidden, head_bias, quantize=parameters.plan.head, rows={"lm_head": [own]}
+                {"lm_head": size}, hidden, quantize=parameters.plan.head, rows={"lm_head": [own]}
             )
 
     @property

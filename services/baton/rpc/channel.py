@@ -72,16 +72,12 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def server_options(
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-    max_streams: int = MAX_STREAMS,
-    max_metadata_bytes: int = MAX_METADATA_BYTES,
-) -> Options:
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     return [
         *_common(max_message_bytes),
-        ("grpc.max_concurrent_streams", max_streams),
-        ("grpc.max_metadata_size", max_metadata_bytes),
-        ("grpc.absolute_max_metadata_size", max_metadata_bytes),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # Otherwise two servers could share a port, and a port in use would go unnoticed.
         ("grpc.so_reuseport", 0),
         # Clients may ping as often as client_options says, at most twice as often.

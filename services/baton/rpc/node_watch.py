@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import psutil
 
 from baton.rpc.errors import exhausted, invalid, unavailable
+from baton.rpc.tasks import wait_at_most
 from baton.v1 import node_pb2
 
 DEFAULT_INTERVAL_MS = 500
@@ -66,7 +67,7 @@ class NodeWatches:
                     state.pages.CopyFrom(pages)
                     known = pages
                 yield state
-                await self._pause(interval)
+                await wait_at_most(interval, self._stopping)
                 state = self._state()
             raise unavailable("the process is stopping", "STOPPING")
         finally:
@@ -79,13 +80,6 @@ class NodeWatches:
         if not max_cells or self._page_map is None:
             return None
         return await self._page_map(max_cells)
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            pass
 
 
 def _interval(request: node_pb2.WatchNodeRequest) -> float:

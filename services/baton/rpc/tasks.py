@@ -15,14 +15,10 @@ _log = get_logger()
 
 
 class Tasks:
-    """Owns background tasks: holds them, reports the ones that fail, cancels the rest at close.
+    """Owns background tasks: holds them, logs the ones that fail, cancels the rest at close."""
 
-    on_failure is called with the exception of a task that failed; cancellation is no failure.
-    """
-
-    def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._on_failure = on_failure
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -50,8 +46,12 @@ class Tasks:
         error = task.exception()
         if error is not None:
             _log.error("task failed", task=task.get_name(), exc_info=error)
-            if self._on_failure is not None:
-                self._on_failure(error)
+
+
+async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 class CoalescedCall:

@@ -81,10 +81,10 @@ def check_sampling(
             raise invalid(f"{field}.ignore_eos", text)
 
 
-def require_grammars(params: common_pb2.SamplingParams, supported: bool, field: str = "sampling") -> None:
+def require_grammars(params: common_pb2.SamplingParams, supported: bool) -> None:
     """Raises BatonError for a grammar where output cannot be constrained."""
     if params.HasField("grammar") and not supported:
-        raise invalid(f"{field}.grammar", f"{field}.grammar: output cannot be constrained here")
+        raise invalid("sampling.grammar", "sampling.grammar: output cannot be constrained here")
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int | None, field: str) -> None:
@@ -99,10 +99,10 @@ def check_token_ids(ids: Sequence[int], vocab_size: int | None, field: str) -> N
             )
 
 
-def check_choices(n: int, field: str = "n") -> None:
+def check_choices(n: int) -> None:
     """Raises BatonError unless 1 <= n <= 16."""
     if not 1 <= n <= MAX_CHOICES:
-        raise invalid(field, f"{field} must be in [1, {MAX_CHOICES}], not {n}")
+        raise invalid("n", f"n must be in [1, {MAX_CHOICES}], not {n}")
 
 
 _ABOVE_ZERO = 2.0**-149  # the smallest positive float32

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.kvcache.kv_events import TreeEvents, TreeLog
 from baton.rpc.errors import BatonError, abort, exhausted, unavailable
+from baton.rpc.tasks import wait_at_most
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from baton.worker.load import cache_update
 
@@ -57,17 +58,10 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
                         update = cache_update(log, known, self._node.incarnation, self._node.load())
                         yield update
                         known, sent = update.sequence, now
-                    await self._pause()
+                    await wait_at_most(UPDATE_SECONDS, self._stopping)
             raise unavailable("the node is stopping", "STOPPING")
         except BatonError as error:
             await abort(context, error)
-
-    async def _pause(self) -> None:
-        try:
-            async with asyncio.timeout(UPDATE_SECONDS):
-                await self._stopping.wait()
-        except TimeoutError:
-            pass
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

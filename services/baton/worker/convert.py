@@ -113,7 +113,7 @@ def check_start(
     check_token_ids(token_ids, vocab_size, "token_ids")
     if not 0 <= delivered < len(token_ids):
         raise invalid("delivered", "delivered must be less than the number of token_ids")
-    check_choices(n, "n")
+    check_choices(n)
     if delivered and n > 1:
         raise invalid("n", "n must be 1 with delivered: only DecodeStart.choices resumes several choices")
     check_sampling(sampling, vocab_size, "sampling", allow_stop=False)
