@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -153,6 +155,16 @@ def generate(
             break
     cache.check(idle=True)
     return list(output.values())
+
+
+@contextlib.contextmanager
+def strictly() -> Iterator[None]:
+    """What waits for the device here raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import pytest
 import torch
-from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint, tables
+from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint, strictly, tables
 from test_runner import assert_greedy, greedy
 
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
@@ -213,14 +212,6 @@ def test_embeddings_equal_those_of_the_cpu(checkpoints, family):
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma3"])
 def test_launching_never_waits_for_the_device(checkpoints, family):
-    @contextlib.contextmanager
-    def strictly():
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
     prompts = prompts_of(*LENGTHS[:5])
     params = [dataclasses.replace(GREEDY, max_tokens=6)] * len(prompts)
     for kind in ("graphs", "eager"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 
 import pytest
 import torch
-from rig import CUDA, generate, make, prompts_of, save_checkpoint
+from rig import CUDA, generate, make, prompts_of, save_checkpoint, strictly
 from test_paged_attention import OTHERS, USUAL, random_rows
 from test_runner import LENGTHS, SAMPLED, assert_greedy, greedy
 
@@ -116,14 +115,6 @@ def test_greedy_by_float32_logits(checkpoint, pair, overlap):
 
 
 def test_launching_waits_for_nothing_but_the_plan_before(checkpoint):
-    @contextlib.contextmanager
-    def strictly():
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
     runner, cache = make(checkpoint, "graphs:flashinfer/flashinfer", BF16)
     prompts = prompts_of(*LENGTHS[: len(SAMPLED)])
     generate(runner, cache, prompts, SAMPLED, around=strictly, budget=64)

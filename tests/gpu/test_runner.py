@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, reference_logits, save_checkpoint
+from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, reference_logits, save_checkpoint, strictly
 from safetensors.torch import load_file, save_file
 
 from baton.engine.cuda_flight import CudaFlight
@@ -138,14 +138,6 @@ def test_warm_turns_change_nothing(tmp_path):
 
 
 def test_launching_never_waits_for_the_device(checkpoint):
-    @contextlib.contextmanager
-    def strictly():
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
     prompts = prompts_of(*LENGTHS[: len(SAMPLED)])
     for kind in ("graphs", "eager", "graphs:triton/triton", "eager:triton/triton"):
         runner, cache = make(checkpoint, kind, torch.bfloat16)
