@@ -16,6 +16,7 @@ import grpc
 import pytest
 import trustme
 
+from baton.cli.bench_options import Report
 from baton.cli.doctor import ports
 from baton.cli.main import COMMANDS, MEASUREMENTS, main
 from baton.cli.options import ROLES
@@ -206,3 +207,25 @@ def test_doctor_finds_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("baton.cli.doctor.DEFAULT_PORTS", {"gateway": (port, port)})
         assert [check.verdict for check in ports()] == ["note"]
     assert [check.verdict for check in ports()] == ["ok"]
+
+
+def test_a_full_disk_is_one_line() -> None:
+    for arguments in (["plan", "--help"], ["doctor"]):
+        with Path("/dev/full").open("w") as full:
+            result = subprocess.run(
+                [sys.executable, "-m", "baton.cli.main", *arguments],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=240,
+            )
+        assert result.stderr == "baton: cannot write the output: No space left on device\n"
+        assert result.returncode == 1
+
+
+def test_results_that_cannot_be_written_are_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        Report(Path("/dev/full"), "").save({"measurement": "kv"})
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"measurement": "kv"}
+    assert "cannot write /dev/full: No space left on device" in printed.err

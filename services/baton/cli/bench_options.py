@@ -92,9 +92,14 @@ class Report:
         return {"measurement": measurement, "machine": machine(), "versions": versions(self.commit)}
 
     def save(self, results: dict[str, Any]) -> None:
-        """Writes JSON, if a file was named."""
+        """Writes JSON, if a file was named; to stdout if that fails, and ends the command then."""
         if self.file is not None:
-            self.file.write_text(json.dumps(results, indent=2) + "\n")
+            text = json.dumps(results, indent=2) + "\n"
+            try:
+                self.file.write_text(text)
+            except OSError as error:
+                click.echo(text)
+                fail(f"cannot write {self.file}: {error.strerror}; the results are on stdout instead")
 
 
 report_options = options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -130,6 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         result: Any = cli.main(args=arguments, prog_name="baton", standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -146,6 +148,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter tries to write again at its end
+        click.echo(f"baton: cannot write {error.filename or 'the output'}: {error.strerror}", err=True)
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
 
