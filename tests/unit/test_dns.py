@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 import pytest
-import structlog.testing
+from structlog.testing import CapturingLogger
 
 from baton.discovery import dns
 from baton.discovery.finder import Finder
@@ -51,14 +51,15 @@ async def test_the_finder_follows_a_name_and_keeps_what_it_knows_while_none_answ
     monkeypatch.setattr(dns, "HOLD_SECONDS", 0.0)
     changes = []
     finder = Finder("decode", ["10.0.0.9:1", "dns:decode:1"], None, changes.append)
-    with structlog.testing.capture_logs() as lines:
-        finder.start()
-        try:
-            await asyncio.wait_for(asked.wait(), 10)
-        finally:
-            await finder.close()
+    log = CapturingLogger()
+    monkeypatch.setattr("baton.discovery.finder._log", log)
+    finder.start()
+    try:
+        await asyncio.wait_for(asked.wait(), 10)
+    finally:
+        await finder.close()
     # `role` is the process that logs.
-    changed = [line for line in lines if line["event"] == "nodes changed"]
+    changed = [call.kwargs for call in log.calls if call.args == ("nodes changed",)]
     assert [(line["node_role"], "role" in line) for line in changed] == [("decode", False)] * 2
     assert [(change.joined, change.left) for change in changes] == [
         (("10.0.0.9:1",), ()),
