@@ -136,7 +136,7 @@ def close_opened() -> None:
     _opened.cache_clear()
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # of the process: what is in it follows from the files alone
 def _opened(path: Path, states: tuple[tuple[int, int, int], ...]) -> GgufFile:
     return GgufFile(path)
 

