@@ -66,15 +66,14 @@ def test_prefill_refuses_another_layout(prefill, hello):
         wrong.CopyFrom(hello)
         setattr(wrong.layout, name, value)
         stream.say(hello=wrong)
-        ended(
-            stream, grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH", None, f"{name} is {value} there"
-        )
+        text = f"{name} is {getattr(hello.layout, name)} at the prefill node and {value} at the decode node"
+        ended(stream, grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH", None, text)
     wrong = prefill_pb2.PrefillHello()
     wrong.CopyFrom(hello)
     wrong.layout.groups[0].dtype = "float8"
     stream = Prefill(prefill, None)
     stream.say(hello=wrong)
-    text = "groups[0].dtype is float8 there and float32 here"
+    text = "groups[0].dtype is float32 at the prefill node and float8 at the decode node"
     ended(stream, grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH", None, text)
 
 

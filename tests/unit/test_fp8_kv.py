@@ -136,9 +136,11 @@ def test_peers_with_other_dtypes_or_scales_are_refused():
     ours = layout("float8_e4m3fn", "ab")
     assert layout_difference(layout("float8_e4m3fn", "ab"), ours) is None
     other = layout_difference(ours, layout("bfloat16", ""))
-    assert other is not None and "groups[0].dtype is bfloat16 there and float8_e4m3fn here" in other
+    assert (
+        other is not None and "groups[0].dtype is float8_e4m3fn at the prefill node and bfloat16 at" in other
+    )
     other = layout_difference(ours, layout("float8_e4m3fn", "cd"))
-    assert other is not None and "groups[0].scales is cd there and ab here" in other
+    assert other is not None and "groups[0].scales is ab at the prefill node and cd at" in other
 
 
 def test_a_dtype_that_is_not_known_is_refused_before_anything_is_loaded():

@@ -147,8 +147,9 @@ async def test_a_node_with_another_page_layout_is_not_used(layout, usable):
     assert peers.usable == ({"p0"} if usable else set())
     assert len(shell.calls) == usable, "the core hears of a usable node"
     if not usable:
-        assert link.error.reason == "LAYOUT_MISMATCH" and "page_size is 8 there and 16 here" in str(
-            link.error
+        assert (
+            link.error.reason == "LAYOUT_MISMATCH"
+            and "page_size is 8 at the prefill node and 16 at the decode node" in str(link.error)
         )
     await peers.close()
 

@@ -117,9 +117,9 @@ def test_a_layout_that_differs_is_told_by_field():
     there.groups[0].dtype = "bfloat16"
     there.groups.append(group)
     text = layout_difference(here, there)
-    assert text is not None and "page_size is 128 there and 16 here" in text
-    assert "groups[0].dtype is bfloat16 there and float32 here" in text
-    assert "groups[1].layers is 4 there and absent here" in text and "fingerprint" not in text
+    assert text is not None and "page_size is 16 at the prefill node and 128 at the decode node" in text
+    assert "dtype is float32 at the prefill node and bfloat16 at" in text
+    assert "groups[1].layers is absent at the prefill node and 4 at" in text and "fingerprint" not in text
 
 
 GRAMMAR = "sampling.grammar"

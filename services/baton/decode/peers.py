@@ -205,7 +205,7 @@ class PrefillPeer:
         self._node.spawn(self._open(welcome, self._session), f"open pool of {self.address}")
 
     async def _open(self, welcome: prefill_pb2.PrefillWelcome, session: int) -> None:
-        difference = layout_difference(self._node.layout, welcome.layout)
+        difference = layout_difference(welcome.layout, self._node.layout)
         if difference is not None:
             self.link.reset(failed_precondition(f"{self.address}: {difference}", "LAYOUT_MISMATCH"))
             return

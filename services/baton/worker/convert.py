@@ -23,13 +23,17 @@ FINISH_REASONS = {
 }
 
 
-def layout_difference(here: common_pb2.Layout, there: common_pb2.Layout) -> str | None:
-    """Which fields of two nodes' page layouts differ, and how. None: the nodes may exchange pages."""
-    ours, theirs = _layout_fields(here), _layout_fields(there)
+def layout_difference(prefill: common_pb2.Layout, decode: common_pb2.Layout) -> str | None:
+    """Which fields of two nodes' page layouts differ, and how; None: the nodes may exchange pages.
+
+    The text is logged by the other node, too, and so names both by their roles.
+    """
+    first, second = _layout_fields(prefill), _layout_fields(decode)
     differences = [
-        f"{name} is {theirs.get(name, 'absent')} there and {ours.get(name, 'absent')} here"
-        for name in {**ours, **theirs}
-        if ours.get(name) != theirs.get(name)
+        f"{name} is {first.get(name, 'absent')} at the prefill node and {second.get(name, 'absent')} at the "
+        "decode node"
+        for name in {**first, **second}
+        if first.get(name) != second.get(name)
     ]
     if not differences:
         return None
