@@ -14,8 +14,9 @@ import grpc
 import psutil
 import pytest
 from forking import Forked, forks
+from polling import wait
 from process import ENVIRONMENT
-from test_up import family, until
+from test_up import family
 
 from baton.client import BatonError, Client
 from baton.rpc.channel import client_options
@@ -34,7 +35,7 @@ def up(qwen3, tmp_path) -> Iterator[tuple[Forked, Path]]:
             [*command, *flags], stdout=output, stderr=output, environment=environment
         )
     try:
-        until(lambda: "Ctrl-C stops" in printed.read_text() or process.poll() is not None, "up")
+        wait(lambda: "Ctrl-C stops" in printed.read_text() or process.poll() is not None, "up")
         assert process.poll() is None, printed.read_text()
         yield process, printed
     finally:
@@ -89,9 +90,9 @@ def test_connections_go_to_any_of_them(up):
 
     # One that dies takes its own streams along; the other serves, and it comes back to the same port.
     os.kill(pids["gateway-0"], signal.SIGKILL)
-    until(lambda: answers(address), "an answer of the one that is left")
-    until(lambda: "gateway-0 is healthy again" in printed.read_text(), "gateway-0 restarted")
-    until(lambda: len(served_by(address)) == 2, "connections to both again")
+    wait(lambda: answers(address), "an answer of the one that is left")
+    wait(lambda: "gateway-0 is healthy again" in printed.read_text(), "gateway-0 restarted")
+    wait(lambda: len(served_by(address)) == 2, "connections to both again")
 
     seen = family(process)
     process.send_signal(signal.SIGINT)
