@@ -6,7 +6,18 @@ import dataclasses
 
 import pytest
 import torch
-from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint, strictly, tables
+from rig import (
+    CUDA,
+    GREEDY,
+    assert_nearly_greedy,
+    generate,
+    make,
+    prompts_of,
+    reference_logits,
+    save_checkpoint,
+    strictly,
+    tables,
+)
 from test_runner import assert_greedy, greedy
 
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
@@ -96,17 +107,6 @@ def checkpoints(tmp_path_factory):
         return made[family]
 
     return of
-
-
-def assert_nearly_greedy(path, prompts, outputs):
-    """Rounding may change which experts a token uses: then its logits lie further off."""
-    gaps = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        logits = reference_logits(path, prompt + output)[len(prompt) - 1 : -1]
-        gaps.append(logits.amax(1) - logits.gather(1, torch.tensor(output)[:, None]).squeeze(1))
-    gap = torch.cat(gaps)
-    shares = (gap > 0.3).float().mean().item(), (gap > 0).float().mean().item()
-    assert shares[0] <= 0.05 and shares[1] <= 0.15, shares
 
 
 def pair_of(family, dtype):
