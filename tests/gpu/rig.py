@@ -97,6 +97,7 @@ def make(
             model,
             pool,
             max_slots=slots,
+            token_budget=CONTEXT,
             context_length=CONTEXT,
             prefill_attention=prefill,
             decode_attention=decode,

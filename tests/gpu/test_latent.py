@@ -117,7 +117,8 @@ def make(path, dtype, kind, page_size=64):
     if kind == "model":
         runner = ModelRunner(model, pool, device=CUDA, **common)
     else:
-        runner = CudaRunner(model, pool, context_length=CONTEXT, graphs=kind == "graphs", **common)
+        limits = {"token_budget": CONTEXT, "context_length": CONTEXT}
+        runner = CudaRunner(model, pool, graphs=kind == "graphs", **limits, **common)
     return runner, KvCache(PageAllocator(300), PrefixTree(page_size))
 
 

@@ -1,9 +1,10 @@
-"""How large steps are where nobody says."""
+"""How large steps are where nobody says, and which of those with prompt chunks have a CUDA graph."""
 
 import pytest
 import torch
 
 from baton.config import WorkerConfig
+from baton.engine.cuda_graphs import CHUNK_SIZES, MIXTURE_CHUNK_SIZES, chunk_sizes
 from baton.worker.model import sized
 
 
@@ -21,3 +22,24 @@ from baton.worker.model import sized
 def test_sizes(device, given, expected):
     config = sized(WorkerConfig(**given), torch.device(device))
     assert (config.max_rows, config.token_budget) == expected
+
+
+@pytest.mark.parametrize(
+    ("mixture", "budget", "largest"),
+    [
+        (False, 8192, CHUNK_SIZES[-1]),
+        (True, 8192, MIXTURE_CHUNK_SIZES[-1]),
+        (True, 1024, 1024),
+        (True, 1025, 1280),
+        (False, 512, 512),
+        (False, 100, 128),
+        (True, 1, 16),
+    ],
+)
+def test_no_graph_is_longer_than_a_step_needs(mixture, budget, largest):
+    sizes = MIXTURE_CHUNK_SIZES if mixture else CHUNK_SIZES
+    assert chunk_sizes(mixture, budget, 4096) == tuple(size for size in sizes if size <= largest)
+
+
+def test_no_graph_is_longer_than_the_context():
+    assert chunk_sizes(True, 2048, 1000)[-1] == 768 and chunk_sizes(True, 2048, 8) == ()

@@ -201,6 +201,14 @@ FEW_CHUNK_ROWS = 8
 """Steps of at most this many rows have separate graphs: with few rows attention is split further."""
 
 
+def chunk_sizes(mixture: bool, token_budget: int, context_length: int) -> tuple[int, ...]:
+    """Tokens of the steps that have a graph. The last one is the first that holds `token_budget`, the most
+    tokens of a step; none is above `context_length`, because a step's padding is one row."""
+    sizes = MIXTURE_CHUNK_SIZES if mixture else CHUNK_SIZES
+    enough = sizes[: bisect.bisect_left(sizes, token_budget) + 1]
+    return tuple(size for size in enough if size <= context_length)
+
+
 @dataclass(slots=True)
 class ChunkInputs:
     """Views of the static buffers, for `tokens` of `rows` and a row of padding; int32."""
@@ -229,27 +237,21 @@ class ChunkGraphs:
 
     def __init__(
         self,
+        sizes: Sequence[int],
         num_slots: int,
-        context_length: int,
         logits: torch.Tensor,
         work: ChunkWork,
         pool: Any,
         progress: Progress | None = None,
-        sizes: Sequence[int] = CHUNK_SIZES,
     ) -> None:
-        """`logits`: a buffer [num_slots, vocab]. `pool`: a memory pool shared with graphs that never run
-        at the same time. `sizes`: tokens of a step."""
+        """`sizes`: tokens of a step. `logits`: a buffer [num_slots, vocab]. `pool`: a memory pool shared with
+        graphs that never run at the same time."""
         self._padding_slot = num_slots
         self._logits = logits
         device = logits.device
         # A step has no more rows than tokens, nor than slots.
         self._shapes = sorted(
-            {
-                (size, min(rows, size, num_slots))
-                for size in sizes
-                for rows in (FEW_CHUNK_ROWS, size)
-                if size <= context_length
-            }
+            {(size, min(rows, size, num_slots)) for size in sizes for rows in (FEW_CHUNK_ROWS, size)}
         )
         report = progress or (lambda done, total: None)
         started = time.monotonic()

@@ -19,14 +19,13 @@ from baton.attention.mixed import MixedAttention
 from baton.attention.paged import GroupedAttention, HostRows, PagedAttention
 from baton.engine.cuda_flight import CudaFlight
 from baton.engine.cuda_graphs import (
-    CHUNK_SIZES,
-    MIXTURE_CHUNK_SIZES,
     ChunkGraphs,
     ChunkInputs,
     DecodeGraphs,
     Inputs,
     Progress,
     batch_sizes,
+    chunk_sizes,
 )
 from baton.engine.cuda_sampler import CudaSampler, logprobs_to_host, prompt_logprobs
 from baton.engine.device_batch import Changes, DeviceSlots, Ints, Ragged, longest_first
@@ -56,6 +55,7 @@ class CudaRunner:
         pool: KvPool,
         *,
         max_slots: int,
+        token_budget: int,
         context_length: int,
         prefill_attention: type[PagedAttention] = MixedAttention,
         decode_attention: type[PagedAttention] = MixedAttention,
@@ -64,8 +64,9 @@ class CudaRunner:
         progress: Progress | None = None,
     ) -> None:
         """`batch_invariant`: matrix products in an order that does not depend on the batch; together with
-        batch-invariant attention, a sequence's tokens depend on the sequence alone. `progress` is called
-        as graphs are captured. Raises ValueError for a pool without a spare page."""
+        batch-invariant attention, a sequence's tokens depend on the sequence alone. `token_budget`: no step
+        has more tokens. `progress` is called as graphs are captured. Raises ValueError for a pool without a
+        spare page."""
         from baton.layers.kernels.sampling import sample
 
         if len(pool.raw) == pool.num_pages:
@@ -105,9 +106,9 @@ class CudaRunner:
                 )
                 if prefill_attention.graphs and not batch_invariant:
                     # Chunk graphs attend to rows of one token as to chunks.
-                    sizes = MIXTURE_CHUNK_SIZES if model.has_experts else CHUNK_SIZES
+                    sizes = chunk_sizes(model.has_experts, token_budget, context_length)
                     self.chunk_graphs = ChunkGraphs(
-                        max_slots, context_length, logits, self._small, self.graphs.pool, progress, sizes
+                        sizes, max_slots, logits, self._small, self.graphs.pool, progress
                     )
 
     # --- a step -----------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def _computing(
 ) -> Runner[Any]:
     """attention: for prompts, for decode rows."""
     try:
-        return make_runner(model, pool, *attention, config.max_rows, context, config.batch_invariant)
+        return make_runner(config, model, pool, *attention, context)
     except ValueError as error:
         raise failed_precondition(f"--batch-invariant does not work here: {error}") from error
 

@@ -111,8 +111,7 @@ class Follower:
         else:
             pool = self._host_pool(layout, asked)
         prefill, decode = attention_of(self._config, self._model, self._device)
-        rows, context = self._config.max_rows, asked.context
-        self._runner = make_runner(self._model, pool, prefill[0], decode[0], rows, context)
+        self._runner = make_runner(self._config, self._model, pool, prefill[0], decode[0], asked.context)
         made = None if self._segment is None else self._segment.path
         resident = psutil.Process().memory_info().rss
         self._channel.send(Ready(os.getpid(), platform.node(), str(self._device), resident, made, part))

@@ -8,6 +8,7 @@ import torch
 
 from baton.attention.base import AttentionBackend
 from baton.attention.paged import PagedAttention
+from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache.pool import KvPool
@@ -19,26 +20,26 @@ _log = get_logger()
 
 
 def make_runner(
+    config: WorkerConfig,
     model: Model,
     pool: KvPool,
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
-    max_slots: int,
     context_length: int,
-    batch_invariant: bool = False,
 ) -> ModelRunner | CudaRunner:
-    """CudaRunner (CUDA graphs) if it supports the model and device, else ModelRunner. Raises ValueError if
-    `batch_invariant` is set and the model has no fused body there."""
+    """CudaRunner (CUDA graphs) if it supports the model and device, else ModelRunner. All ranks are given the
+    same, so that they capture the same graphs. Raises ValueError if `config.batch_invariant` is set and the
+    model has no fused body there."""
     problem = unsuited(model, prefill, decode)
     if problem is not None:
-        if batch_invariant:
+        if config.batch_invariant:
             raise ValueError(problem)
         if pool.device.type == "cuda":
             _log.warning("no CUDA graphs: slow", reason=problem)
         return ModelRunner(
             model,
             pool,
-            max_slots=max_slots,
+            max_slots=config.max_rows,
             prefill_attention=prefill,
             decode_attention=decode,
             device=pool.device,
@@ -48,7 +49,7 @@ def make_runner(
         and issubclass(prefill, PagedAttention)
         and issubclass(decode, PagedAttention)
     )
-    if not batch_invariant and (reason := why_not_fused(model)) is not None:
+    if not config.batch_invariant and (reason := why_not_fused(model)) is not None:
         _log.info("the layers run as modules, in CUDA graphs", reason=reason)
     last = time.monotonic()
 
@@ -65,11 +66,12 @@ def make_runner(
     runner = CudaRunner(
         model,
         pool,
-        max_slots=max_slots,
+        max_slots=config.max_rows,
+        token_budget=config.token_budget,
         context_length=context_length,
         prefill_attention=prefill,
         decode_attention=decode,
-        batch_invariant=batch_invariant,
+        batch_invariant=config.batch_invariant,
         progress=report,
     )
     for steps, graphs in (("decode", runner.graphs), ("small, with chunks", runner.chunk_graphs)):
