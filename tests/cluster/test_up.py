@@ -6,6 +6,7 @@ Commands and their processes are forked here, executed in unit/test_cli_up.py.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -80,6 +81,47 @@ def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
     assert not [path for path in segments if path.exists()]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_it_outlives_the_reader_of_its_output_and_its_processes_do_not_outlive_it(tmp_path):
+    """With a closed pipe as its output it still starts again what dies. Killed, it leaves nothing behind."""
+    flags = ("--prefill", "0", "--port", "0", "--http-port", "0", "--kv-tokens", "4096")
+    environment = {**os.environ, **ENVIRONMENT, "COLUMNS": "120"}
+    reading, writing = os.pipe()
+    with (
+        os.fdopen(reading) as reader,
+        os.fdopen(writing, "wb") as output,
+        (tmp_path / "log").open("wb") as log,
+    ):
+        process = forks(**ENVIRONMENT).start_command(
+            ["up", *flags, "--log-dir", str(tmp_path)], stdout=output, stderr=log, environment=environment
+        )
+        output.close()
+        lines: list[list[str]] = []
+        for line in reader:
+            lines.append(line.split())
+            if "Ctrl-C stops everything" in line:
+                break
+    try:
+        rows = {words[0]: words[1:] for words in lines if len(words) == 4 and words[1].isdigit()}
+        assert list(rows) == ["tokenizer", "decode-0", "gateway"], (tmp_path / "log").read_text()
+        pid = int(rows["decode-0"][0])
+        os.kill(pid, signal.SIGKILL)
+
+        def started_again() -> bool:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            return (tmp_path / "decode-0.log").read_text().count(" event=ready ") == 2
+
+        wait(started_again, "a decode node in its place")
+        status = ("status", "--server", rows["gateway"][1], "--json")
+        wait(lambda: baton(*status).returncode == 0, "a gateway that reaches all")
+        serving = {int(report["info"]["pid"]) for report in json.loads(baton(*status).stdout)}
+        pids = family(process)
+        assert len(serving) == 3 and serving <= pids and pid not in serving
+    finally:
+        process.kill()
+        process.wait()
+    wait(lambda: not any(alive(pid) for pid in pids), "the end of all its processes")
 
 
 def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -176,6 +218,10 @@ def right(client: Client, answer: Answer) -> bool:
 
 def family(process: Forked) -> set[int]:
     return {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
 
 
 def mapped(pid: int) -> set[Path]:

@@ -264,7 +264,7 @@ def test_a_killed_run_leaves_nothing():
     run = textwrap.dedent("""
         import os
         from baton.sim.run import run_many
-        outcomes = run_many(range(4000), jobs=2)
+        outcomes = run_many(range(4000), max_steps=200, jobs=2)
         next(outcomes)
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         print(*(pid for pid in pids if os.getsid(pid) == os.getsid(0)), flush=True)

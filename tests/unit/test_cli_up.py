@@ -150,6 +150,8 @@ def test_bad_value_is_one_line(up: Up) -> None:
 
 
 def test_interrupted_generate_frees_everything(up: Up) -> None:
+    log = up.logs / "gateway.log"
+    before = len(log.read_text())
     process = subprocess.Popen(
         [*BATON, "generate", "x", "--server", up.server, *ENDLESS],
         stdout=subprocess.PIPE,
@@ -160,13 +162,15 @@ def test_interrupted_generate_frees_everything(up: Up) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130 and stderr.strip() == ""
-    deadline = time.monotonic() + 5  # sooner than it would have ended
-    while True:
-        reports = json.loads(baton("status", "--server", up.server, "--json").stdout)
-        if not any(report["load"].get("requests") for report in reports):
-            return
-        assert time.monotonic() < deadline, reports
+    deadline = time.monotonic() + 120
+    while any(
+        report["load"].get("requests")
+        for report in json.loads(baton("status", "--server", up.server, "--json").stdout)
+    ):
+        assert time.monotonic() < deadline
         time.sleep(0.1)
+    ended = re.findall(r" event=(cancelled|finished|failed) ", log.read_text()[before:])
+    assert ended == ["cancelled"], "it ended by itself"
 
 
 def test_chat_remembers_and_leaves(up: Up) -> None:
@@ -220,51 +224,9 @@ def test_no_gateway_is_one_line() -> None:
         assert "baton up" in result.stderr, command
 
 
-def test_it_outlives_the_reader_of_its_output_and_its_processes_do_not_outlive_it(tmp_path: Path) -> None:
-    """With a closed pipe as its output it still starts again what dies. Killed, it leaves nothing behind."""
-    flags = ("--prefill", "0", "--port", "0", "--http-port", "0", "--kv-tokens", "4096")
-    command = [*BATON, "up", *flags, "--log-dir", str(tmp_path)]
-    environment = {**os.environ, "COLUMNS": "120"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    rows = {}
-    for line in process.stdout:
-        words = line.split()
-        if len(words) == 4 and words[1].isdigit():
-            rows[words[0]] = words[1:]
-        if "Ctrl-C stops everything" in line:
-            break
-    process.stdout.close()
-    try:
-        assert list(rows) == ["tokenizer", "decode-0", "gateway"]
-        pid = int(rows["decode-0"][0])
-        os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 180
-        # A command that asks takes as much of the processor as a part of the start that it waits for.
-        while read(tmp_path / "decode-0.log").count(" event=ready ") < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        while (result := baton("status", "--server", rows["gateway"][1], "--json")).returncode:
-            assert process.poll() is None and time.monotonic() < deadline, result.stdout
-            time.sleep(0.2)
-        pids = [int(report["info"]["pid"]) for report in json.loads(result.stdout)]
-        assert len(pids) == 3 and pid not in pids
-    finally:
-        process.kill()
-        process.wait()
-    deadline = time.monotonic() + 60
-    while alive(pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def read(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
-
-
 def test_a_model_that_cannot_be_served_is_refused_before_any_process_starts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"model_type": "nobodys", "architectures": ["NobodysForCausalLM"]}')
     result = baton("up", "--model", str(tmp_path), "--port", "0", "--http-port", "0")
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
-    assert "MambaForCausalLM is not supported" in result.stderr
+    assert "model type `nobodys`" in result.stderr
