@@ -225,7 +225,9 @@ def test_no_gateway_is_one_line() -> None:
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_any_process_starts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "nobodys", "architectures": ["NobodysForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "nobodys", "architectures": ["NobodysForCausalLM"]}'
+    )
     result = baton("up", "--model", str(tmp_path), "--port", "0", "--http-port", "0")
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
