@@ -149,7 +149,8 @@ async def test_logprobs():
     async with api() as rig:
         ids = await rig.encode("ö b")
         entries = [common_pb2.TokenLogprob(token_id=id, logprob=-0.5) for id in ids]
-        positions = [common_pb2.PositionLogprobs(chosen=entry, top=[entry]) for entry in entries]
+        likelier = common_pb2.TokenLogprob(token_id=entries[-1].token_id, logprob=-0.25)
+        positions = [common_pb2.PositionLogprobs(chosen=entry, top=[likelier]) for entry in entries]
 
         async def script(running):
             await running.prompt()
@@ -167,7 +168,9 @@ async def test_logprobs():
         completion = await rig.openai.completions.create(model=MODEL, prompt="x", logprobs=1)
         logprobs = completion.choices[0].logprobs
         assert logprobs.token_logprobs == [-0.5] * len(ids) and logprobs.text_offset[0] == 0
-        assert [set(top.values()) for top in logprobs.top_logprobs] == [{-0.5}] * len(ids)
+        # The chosen token is among them. Of tokens with one text the likeliest is.
+        assert logprobs.top_logprobs[0] == {"\ufffd": -0.5, " b": -0.25}
+        assert logprobs.top_logprobs[-1] == {" b": -0.25}
 
 
 COMPLETION = {"model": MODEL, "prompt": "x"}

@@ -77,6 +77,16 @@ async def test_an_explicit_null_is_absence():
         assert rig.decode.starts[-1].sampling.max_tokens == 16
 
 
+async def test_what_is_not_there_may_be_switched_off():
+    async with api(say="fine") as rig:
+        off = {"use_beam_search": False, "include_stop_str_in_output": False, "bad_words": []}
+        response = await rig.plain.post("/v1/completions", json={**COMPLETION, **off})
+        assert ignored(response) == set()
+        off["continue_final_message"] = False
+        response = await rig.plain.post("/v1/chat/completions", json={**CHAT, **off})
+        assert ignored(response) == set()
+
+
 async def test_a_history_as_clients_send_it():
     async with api(say="fine", context=512) as rig:
         body = {**CHAT, "messages": HISTORY, "tools": [WEATHER], "parallel_tool_calls": True}

@@ -168,6 +168,8 @@ class ChatRequest(CommonRequest):
         "function_call": "is not supported: give tool_choice",
         "audio": "is not supported: answers are text",
         "web_search_options": "is not supported: give a tool that searches",
+        "chat_template": "is not supported: the model's own is used",
+        "continue_final_message": "is not supported: an answer begins a message of its own",
     }
 
     messages: Elements[Message]

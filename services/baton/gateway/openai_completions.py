@@ -109,7 +109,7 @@ class CompletionAnswer(Answer):
             )
             tokens.append(first.decode("utf-8", "replace"))
             values.append(position.chosen.logprob if known else None)
-            tops.append({_text(top): top.logprob for top in position.top} if known else None)
+            tops.append(_likeliest(position) if known else None)
             offsets.append(self._offsets[index])
             self._offsets[index] += len(tokens[-1])
         return {
@@ -118,6 +118,15 @@ class CompletionAnswer(Answer):
             "top_logprobs": tops if self._with_top else None,
             "text_offset": offsets,
         }
+
+
+def _likeliest(position: common_pb2.PositionLogprobs) -> dict[str, float]:
+    """Texts of the likeliest tokens, and of the chosen one. Of tokens with one text (parts of characters are
+    U+FFFD) the likeliest is there."""
+    found: dict[str, float] = {}
+    for entry in (*position.top, position.chosen):
+        found.setdefault(_text(entry), entry.logprob)
+    return found
 
 
 def _text(entry: common_pb2.TokenLogprob) -> str:

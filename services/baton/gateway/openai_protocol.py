@@ -53,8 +53,12 @@ OTHER_SERVERS = {
     "guided_grammar": "is structured_outputs.grammar here, in Lark's syntax",
     "regex": "is structured_outputs.regex here",
     "ebnf": "is structured_outputs.grammar here, in Lark's syntax",
+    "bad_words": "is not supported: give logit_bias",
+    "include_stop_str_in_output": "is not supported: the text ends before the stop string",
+    "use_beam_search": "is not supported: tokens are sampled",
+    "return_token_ids": "is not supported: gRPC has include_token_ids",
 }
-"""Fields of SGLang, and vLLM's older ones, that constrain an answer."""
+"""Fields of vLLM and SGLang."""
 
 COMMON_HINTS = {
     "user": "names the caller's own user",
@@ -116,6 +120,7 @@ class CompletionRequest(CommonRequest):
     REFUSED: ClassVar[Mapping[str, str]] = {
         **OTHER_SERVERS,
         "suffix": "is not supported: no model here fills in the middle",
+        "response_format": "is structured_outputs here",
     }
 
     prompt: str | Elements[str] | Elements[TokenId] | Elements[Elements[TokenId]]
