@@ -97,6 +97,8 @@ def test_importing_a_command_imports_neither_torch_nor_numpy(name: str) -> None:
         (["up", "some/model"], "unexpected argument 'some/model'; a model is named by --model some/model"),
         (["serve", "some/model"], "`baton up --model MODEL` starts all of them"),
         (["up", "--max-model-len", "4096"], "here it is --context-length"),
+        (["up", "--tensor_parallel_size", "2"], "here it is --tp"),
+        (["up", "--enable-prefix-caching"], "it is always on"),
         (["serve", "prefill", "--config", "/nowhere.toml"], "/nowhere.toml"),
     ],
 )
@@ -105,6 +107,12 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], words: str) -> None
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1 and words in result.stderr
     assert result.stderr.startswith("baton: ") and "--help" in result.stderr
+
+
+def test_a_parser_that_is_not_known_is_refused_before_anything_starts() -> None:
+    result = baton("up", "--port", "0", "--http-port", "0", "--reasoning-parser", "qwen3")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.endswith("'qwen3' is not known; use one of auto, none, think, gpt_oss\n")
 
 
 @pytest.mark.parametrize("words", ["up model --kv-tok", "serve model --kv-tok"])

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import click
 
-from baton.cli.other_servers import NAMES
+from baton.cli.other_servers import NAMES, NOT_NEEDED
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, TokenizerConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -145,10 +145,12 @@ class SectionedCommand(click.Command):
         try:
             super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            ours = NAMES.get(error.option_name)
-            if ours not in flags:
+            theirs = error.option_name.replace("_", "-")
+            ours = NAMES.get(theirs)
+            if ours not in flags and theirs not in NOT_NEEDED:
                 raise
-            text = f"No such option {error.option_name!r}: here it is {ours}."
+            hint = f"here it is {ours}" if ours in flags else NOT_NEEDED[theirs]
+            text = f"No such option {error.option_name!r}: {hint}."
             raise click.NoSuchOption(error.option_name, text, ctx=ctx) from None
         if ctx.args and not ctx.resilient_parsing:
             hint = f"; a model is named by --model {ctx.args[0]}" if "--model" in flags else ""

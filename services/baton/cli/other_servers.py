@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 NAMES: Mapping[str, str] = {
+    "--allowed-origins": "--cors-origins",
     "--api-key": "--api-keys",
+    "--api-server-count": "--gateways",
     "--block-size": "--page-size",
     "--chunked-prefill-size": "--token-budget",
+    "--data-parallel-size": "--decode",
+    "--dp-size": "--decode",
     "--enable-expert-parallel": "--ep",
     "--ep-size": "--ep",
     "--gpu-memory-utilization": "--memory-fraction",
@@ -19,6 +23,8 @@ NAMES: Mapping[str, str] = {
     "--max-total-tokens": "--kv-tokens",
     "--mem-fraction-static": "--memory-fraction",
     "--model-path": "--model",
+    "--schedule-policy": "--policy",
+    "--scheduling-policy": "--policy",
     "--served-model-name": "--served-name",
     "--ssl-certfile": "--tls-cert",
     "--ssl-keyfile": "--tls-key",
@@ -27,3 +33,11 @@ NAMES: Mapping[str, str] = {
     "--tp-size": "--tp",
 }
 """Their option -> Baton's."""
+NOT_NEEDED: Mapping[str, str] = {
+    "--chat-template": "the model's own is used",
+    "--enable-auto-tool-choice": "tools need no option",
+    "--enable-chunked-prefill": "it is always on",
+    "--enable-prefix-caching": "it is always on",
+    "--trust-remote-code": "no code of a checkpoint is run",
+}
+"""Their option -> what holds here without it."""

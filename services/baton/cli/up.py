@@ -160,11 +160,14 @@ def process_table(children: list[Child]) -> Table:
     return table
 
 
-def check_public(host: str, gateway: Mapping[str, Any]) -> None:
-    """Ends the command when other machines could use the gateway without authentication, or when its keys or
-    certificate cannot be used. The gateway checks this too, but only once the workers have loaded."""
+def check_gateway(host: str, gateway: Mapping[str, Any]) -> None:
+    """Ends the command when other machines could use the gateway without authentication, or when its keys,
+    certificate or parsers cannot be used. The gateway checks this too, but once the workers have loaded."""
+    from baton.gateway.parsers.registry import check_names
+
     config = GatewayConfig(**gateway)
     try:
+        check_names(config)
         check_address(host, GatewayAuthentication(config), config.insecure)
     except BatonError as error:
         fail(error.message, code=2)
@@ -333,7 +336,7 @@ def up(
     )
     if plan.port and plan.port == plan.http_port:
         raise click.UsageError(f"--port and --http-port are both {plan.port}: gRPC and HTTP need one each")
-    check_public(plan.host, settings["gateway"])
+    check_gateway(plan.host, settings["gateway"])
     check_port(plan.host, plan.port, "--port")
     check_port(plan.host, plan.http_port or 0, "--http-port")
     console = Output()

@@ -18,7 +18,7 @@ from baton.gateway.embedder import Embedder
 from baton.gateway.handoff_cost import Split
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.nodes import Nodes
-from baton.gateway.parsers.registry import NONE, REASONING_PARSERS, TOOL_PARSERS
+from baton.gateway.parsers.registry import check_names
 from baton.gateway.probe import Prober
 from baton.gateway.prompts import Session, prompt_for_log
 from baton.gateway.request_log import RequestLog
@@ -28,7 +28,7 @@ from baton.gateway.tokenizer import Tokenizer
 from baton.gateway.traces import Traces
 from baton.rpc.address import new_incarnation
 from baton.rpc.channel import Dial, open_channel
-from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unavailable
+from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import wait_at_most
 from baton.tracing.recorder import Recorder
@@ -56,7 +56,7 @@ class Gateway:
         """dial: opens connections to the tokenizer and decode nodes. Raises BatonError for values not known
         in `config`."""
         self.config = config
-        _check_names(config)
+        check_names(config)
         self.incarnation = new_incarnation()
         self.metrics = GatewayMetrics(config.ttft_target_seconds, config.itl_target_seconds)
         self.recorder = Recorder(config.recorder_events)
@@ -330,16 +330,3 @@ class Gateway:
         )
         load.MergeFrom(self._totals)
         return load
-
-
-def _check_names(config: GatewayConfig) -> None:
-    """Raises BatonError."""
-    for name, known in (
-        ("generation_config", ("auto", NONE)),
-        ("tool_parser", ("auto", NONE, *TOOL_PARSERS)),
-        ("reasoning_parser", ("auto", NONE, *REASONING_PARSERS)),
-    ):
-        given = getattr(config, name)
-        if given not in known:
-            flag = f"--{name.replace('_', '-')}"
-            raise invalid(name, f"{flag} {given!r} is not known; use one of {', '.join(known)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.config import GatewayConfig
 from baton.gateway.parsers.deepseek import DeepSeek
 from baton.gateway.parsers.glm import Glm
 from baton.gateway.parsers.gpt_oss import GptOss
@@ -11,6 +12,7 @@ from baton.gateway.parsers.mistral import Mistral
 from baton.gateway.parsers.reader import Reader
 from baton.gateway.parsers.think import Think
 from baton.gateway.parsers.tools import ToolParser, Tools
+from baton.rpc.errors import invalid
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": Hermes,
@@ -34,3 +36,16 @@ def make_parser(tool_format: str, reasoning_format: str, tools: Tools, *, opened
         return GptOss(tools)  # its calls and its reasoning come in one form
     parser = TOOL_PARSERS[tool_format](tools) if tools and tool_format in TOOL_PARSERS else None
     return Think(parser, opened=opened) if reasoning_format == "think" else parser
+
+
+def check_names(config: GatewayConfig) -> None:
+    """Raises BatonError."""
+    for name, known in (
+        ("generation_config", ("auto", NONE)),
+        ("tool_parser", ("auto", NONE, *TOOL_PARSERS)),
+        ("reasoning_parser", ("auto", NONE, *REASONING_PARSERS)),
+    ):
+        given = getattr(config, name)
+        if given not in known:
+            flag = f"--{name.replace('_', '-')}"
+            raise invalid(name, f"{flag} {given!r} is not known; use one of {', '.join(known)}")
