@@ -76,25 +76,22 @@ def _ranked(
 @triton.jit
 def chosen_expert(
     logits,
-    bias,
     correction,
     weights,
     experts,
     pair,
     scale,
     store,
-    PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    BIAS: tl.constexpr,
     CORRECTION: tl.constexpr,
 ):
     """The expert of a token's choice `pair`, counted from the best one; `store`: it and its weight are
     written. A program finds its own by `pair` + 1 maxima: ranks of all would take longer than its product."""
-    score, key = _keyed(logits, bias, correction, EXPERTS, PARTS, EXPERTS, BLOCK, SIGMOID, BIAS, CORRECTION)
+    score, key = _keyed(logits, logits, correction, EXPERTS, 1, EXPERTS, BLOCK, SIGMOID, False, CORRECTION)
     # Integers in the keys' order, of equal ones the first expert's the larger.
     bits = key.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32
@@ -246,7 +243,9 @@ def choose(
         chosen if counts is None else counts,
         rows,
         routing.scale,
-        **constants(router, parts),
+        **constants(router),
+        PARTS=parts,
+        BIAS=router.linear.bias is not None,
         PLACES=triton.next_power_of_2(routing.top_k),
         COUNT=counts is not None,
         PDL=pdl,
@@ -298,16 +297,14 @@ def sort(
     return Tiles(rows, order, tile_experts, count)
 
 
-def constants(router: Router, parts: int) -> dict[str, int | bool]:
+def constants(router: Router) -> dict[str, int | bool]:
     """Of `_choose` and `chosen_expert`."""
     routing, experts = router.routing, router.experts
     return {
-        "PARTS": parts,
         "EXPERTS": experts,
         "BLOCK": triton.next_power_of_2(experts),
         "TOP_K": routing.top_k,
         "SIGMOID": routing.scoring == "sigmoid",
         "RENORMALIZE": routing.renormalize,
-        "BIAS": router.linear.bias is not None,
         "CORRECTION": router.correction is not None,
     }
