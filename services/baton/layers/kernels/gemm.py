@@ -9,7 +9,6 @@ one is in use.
 from __future__ import annotations
 
 import itertools
-from functools import cache
 
 import torch
 import triton
@@ -129,11 +128,6 @@ def _add_norm(
     tl.store(out + row * COLUMNS + columns, y, mask=inside)
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def fits(linear: Linear, *, bias: bool = False) -> bool:
     """Whether `project_parts` and `gated` compute this layer: on a Hopper GPU, 16 bits or quantized. `bias`:
     it may have one, which they leave out."""
@@ -156,7 +150,7 @@ def project_parts(x: torch.Tensor | Quantized, linear: Linear) -> torch.Tensor:
     codes = x.codes if isinstance(x, Quantized) else x
     rows, (columns, k) = codes.shape[0], weight.shape
     deep = scaled is not None and not _in_blocks(scaled)
-    tile, splits = _tiles(rows, columns, k, _processors(codes.device), deep)
+    tile, splits = _tiles(rows, columns, k, quantized_gemm.processors(codes.device), deep)
     out = torch.empty(splits, rows, columns, dtype=torch.float32, device=codes.device)
     _launch(codes, weight, weight, out, columns, tile, splits, warps=4, gated=False, scaled=scaled)
     return out
@@ -168,7 +162,7 @@ def project_few(x: Quantized, linear: Linear, dtype: torch.dtype) -> torch.Tenso
     rows, (columns, k) = len(x.codes), weight.shape
     if scaled is None or _in_blocks(scaled) or linear.bias is not None or rows > 64 or k % 256:
         return None
-    if triton.cdiv(columns, 64) > _processors(x.codes.device):
+    if triton.cdiv(columns, 64) > quantized_gemm.processors(x.codes.device):
         return None
     out = torch.empty(rows, columns, dtype=dtype, device=x.codes.device)
     _launch(x.codes, weight, weight, out, columns, (64, 64, 256), 1, warps=4, gated=False, scaled=scaled)
@@ -188,7 +182,7 @@ def gated(
     weight, scaled = _operand(x, linear)
     codes = x.codes if isinstance(x, Quantized) else x
     rows, columns = codes.shape[0], weight.shape[0] // 2
-    tile = _gated_tile(rows, columns, _processors(codes.device))
+    tile = _gated_tile(rows, columns, quantized_gemm.processors(codes.device))
     if tile is None:
         return None
     if scaled is not None:

@@ -90,7 +90,7 @@ def matmul(
     tile = tile or tile_for(rows, columns)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     if tile.persistent:
-        tiles = min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count)
+        tiles = min(tiles, quantized_gemm.processors(x.device))
     _matmul[(tiles,)](
         TensorDescriptor(x, [rows, inner], [x.stride(0), 1], [tile.rows, tile.inner]),
         TensorDescriptor(weight, [columns, inner], [inner, 1], [tile.columns, tile.inner]),

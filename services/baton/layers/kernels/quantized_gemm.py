@@ -7,6 +7,8 @@ Needs a GPU: import it where one is in use.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -103,7 +105,7 @@ def project(
         tile = INVARIANT
         if not invariant:
             tile = _tile(len(x), weight)
-            if weight.bits == 4 and 32 < len(x) <= 64 and weight.shape[0] <= tile[1] * _processors(x):
+            if weight.bits == 4 and 32 < len(x) <= 64 and weight.shape[0] <= tile[1] * processors(x.device):
                 tile = (*tile[:4], 6)  # one program a processor has more memory
         launch(x, weight, out, tile, bias=bias)
     return out[0]
@@ -116,7 +118,7 @@ def project_parts(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     programs = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
     possible = [n for n in _SPLITS if n == 1 or k % (n * _depth(tile, weight)) == 0]
     # Two programs of up to 64 rows run on a processor at a time.
-    most = (2 if tile[0] <= 64 else 1) * _processors(x)
+    most = (2 if tile[0] <= 64 else 1) * processors(x.device)
     splits = next((n for n in possible if programs * n <= most), 1)
     out = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
     launch(x, weight, out, tile, splits=splits)
@@ -130,8 +132,10 @@ def gated(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     return out[0]
 
 
-def _processors(x: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+@cache
+def processors(device: torch.device) -> int:
+    """The device's multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 INVARIANT: Tile = (64, 64, 128, 4, 4)
