@@ -211,21 +211,24 @@ def chunk_sizes(mixture: bool, token_budget: int, context_length: int) -> tuple[
 
 @dataclass(slots=True)
 class ChunkInputs:
-    """Views of the static buffers, for `tokens` of `rows` and a row of padding; int32."""
+    """Views of the static buffers, for `tokens` of `rows` and a row of padding; int32 but for the logits."""
 
     ids: torch.Tensor
     """[tokens]: -1: the last token of the row's slot."""
     positions: torch.Tensor
+    """[tokens]"""
     token_slots: torch.Tensor
+    """[tokens]"""
     row_slots: torch.Tensor
     """[rows + 1]"""
     lengths: torch.Tensor
+    """[rows + 1]: of the rows, with their tokens of this step."""
     starts: torch.Tensor
     """[rows + 2]"""
     last: torch.Tensor
     """[rows]: the tokens whose logits are wanted; 0 where there are fewer."""
     logits: torch.Tensor
-    """[rows, vocab]"""
+    """[rows, vocab], of the model's dtype."""
 
 
 ChunkWork = Callable[[ChunkInputs], None]
