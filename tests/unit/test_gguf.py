@@ -415,6 +415,19 @@ def test_a_matrix_is_never_unpacked_whole(tmp_path, monkeypatch):
     assert most == 640
 
 
+def test_an_embedding_that_is_the_head_too_is_unpacked_once(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "model.gguf", save_checkpoint("qwen2-tied", tmp_path / "plain"), "Q8_0")
+    names, plain = [], GgufFile.unpack
+
+    def unpack(file, name, rows):
+        names.append(name)
+        return plain(file, name, rows)
+
+    monkeypatch.setattr(GgufFile, "unpack", unpack)
+    load_model(path, torch.float32)
+    assert names.count("token_embd.weight") == 1 and "output.weight" not in names
+
+
 def test_names(small, monkeypatch):
     assert resolve(str(small)) == small
     assert model_name(str(small)) == "small"

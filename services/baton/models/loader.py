@@ -257,13 +257,15 @@ def _check_shard(parameters: Parameters) -> None:
 def _check_tied(path: Path) -> None:
     """Raises ModelError for an output projection that differs from the embedding, although config.json says
     that they are one."""
+    both, files = {"lm_head.weight", "model.embed_tokens.weight"}, tensor_files(path)
+    if not both <= {name for file in files for name in file.shapes()}:
+        return  # to unpack an embedding takes seconds
     found: dict[str, torch.Tensor] = {}
-    for file in tensor_files(path):
-        names = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in file.shapes()]
+    for file in files:
+        names = both & file.shapes().keys()
         for name, _, tensor in file.read(names, names):
             found[name] = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-    head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
-    if head is not None and embedding is not None and not torch.equal(head, embedding):
+    if not torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"]):
         raise ModelError(
             f"{path} has an lm_head.weight that differs from its embedding, but config.json ties them; set "
             "tie_word_embeddings to false there to use it"
