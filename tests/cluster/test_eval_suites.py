@@ -39,6 +39,18 @@ target_delimiter: ""
 metric_list:
   - metric: acc
 """
+PROGRAM = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+folder, options, samples = sys.argv[1:]
+tasks = TaskManager(include_path=folder, include_defaults=False)
+found = simple_evaluate("local-completions", options, tasks=["local_choices"], task_manager=tasks)
+with open(samples, "w") as file:
+    json.dump(found["samples"]["local_choices"], file, default=str)
+"""
+"""What `lm_eval run` does, but for the 14,000 files of its own tasks: 15 s of a processor."""
 DOCUMENTS: list[dict[str, Any]] = [
     {"prompt": "import os\nprint(os.path.", "choices": ["join(a, b))", "zebra apple)"], "answer": 0},
     {"prompt": "The function textwrap.dedent removes", "choices": [" common leading", "(((("], "answer": 0},
@@ -86,14 +98,9 @@ def test_lm_eval_finds_the_log_probabilities_of_transformers(demo: Deployment, t
     (tmp_path / "local_choices.yaml").write_text(TASK.format(data=data))
     url = f"http://{demo.gateway.http}/v1/completions"
     options = f"model=demo,base_url={url},tokenizer={model_path()},num_concurrent=2,max_retries=1"
-    run(
-        tmp_path,
-        *("lm_eval", "--model", "local-completions", "--model_args", options),
-        *("--tasks", "local_choices", "--include_path", str(tmp_path)),
-        *("--output_path", str(tmp_path / "out"), "--log_samples"),
-    )
-    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
-    answers = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda each: each["doc_id"])
+    samples = tmp_path / "samples.json"
+    run(tmp_path, "python", "-c", PROGRAM, str(tmp_path), options, str(samples))
+    answers = sorted(json.loads(samples.read_text()), key=lambda each: each["doc_id"])
     found = [[float(response[0][0]) for response in each["resps"]] for each in answers]
     expected = by_transformers()
     assert len(found) == len(DOCUMENTS)
