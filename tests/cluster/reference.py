@@ -25,7 +25,7 @@ class Answer:
 
 
 class Reference:
-    """A model of transformers, asked one prompt at a time. No end of sequence."""
+    """A model of transformers. No end of sequence."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -33,7 +33,9 @@ class Reference:
         self._vocabulary = model.config.get_text_config().vocab_size
 
     @torch.inference_mode()
-    def greedy(self, prompt: list[int], count: int) -> Answer:
+    def greedy(self, prompts: list[list[int]], count: int) -> torch.Tensor:
+        """The logits of each output token: float32 [prompt, output token, vocabulary]. A batch takes little
+        longer than one of its prompts."""
         config = GenerationConfig(
             max_new_tokens=count,
             do_sample=False,
@@ -42,26 +44,31 @@ class Reference:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        ids = torch.tensor([prompt])
-        result = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        tokens = result.sequences[0, len(prompt) :].tolist()
-        assert len(tokens) == count
-        logits = torch.cat(result.logits)
-        best = logits.topk(2).values
-        gap = float((best[:, 0] - best[:, 1]).min())
-        whole = self._model(ids).logits[0, :-1].log_softmax(-1)
-        return Answer(prompt, tokens, gap, logits.log_softmax(-1), whole)
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        seen = torch.tensor([[at >= longest - len(prompt) for at in range(longest)] for prompt in prompts])
+        result = self._model.generate(ids, attention_mask=seen.long(), generation_config=config)
+        logits = torch.stack(result.logits, 1)
+        assert torch.equal(logits.argmax(-1), result.sequences[:, longest:])
+        return logits
 
+    @torch.inference_mode()
     def answers(self, lengths: list[int], count: int, seed: int = 0) -> list[Answer]:
         """Random prompts of these lengths whose greedy output of `count` tokens rounding cannot change."""
         rng = random.Random(seed)
-        answers = []
-        for length in lengths:
-            for _ in range(50):
-                prompt = [rng.randrange(self._vocabulary) for _ in range(length)]
-                answer = self.greedy(prompt, count)
-                if answer.gap > MIN_GAP:
-                    break
-            assert answer.gap > MIN_GAP
-            answers.append(answer)
-        return answers
+        found: dict[int, Answer] = {}
+        for _ in range(50):
+            left = [at for at in range(len(lengths)) if at not in found]
+            if not left:
+                return [found[at] for at in range(len(lengths))]
+            prompts = [[rng.randrange(self._vocabulary) for _ in range(lengths[at])] for at in left]
+            for at, prompt, logits in zip(left, prompts, self.greedy(prompts, count), strict=True):
+                best = logits.topk(2).values
+                gap = float((best[:, 0] - best[:, 1]).min())
+                if gap > MIN_GAP:
+                    tokens, border = logits.argmax(-1).tolist(), len(prompt) - 1
+                    # By itself, without what fills a batch's rows.
+                    whole = self._model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0].log_softmax(-1)
+                    assert whole[border:].argmax(-1).tolist() == tokens
+                    found[at] = Answer(prompt, tokens, gap, whole[border:], whole[:border])
+        raise AssertionError("no such prompts were found")
