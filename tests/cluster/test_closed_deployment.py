@@ -102,6 +102,16 @@ def test_a_missing_key_and_a_certificate_for_another_host_are_named(closed):
         assert done.returncode == 1 and words in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("words", [("status",), ("trace",), ("top", "--once")], ids=lambda words: words[0])
+def test_a_missing_secret_is_named(closed, words):
+    """To clients the gateway is open."""
+    client = {name: closed.known[name] for name in ("BATON_TLS_CA", "BATON_API_KEY")}
+    command = [*words, "--server", closed.gateway]
+    done = forks(**ENVIRONMENT).run(command, environment={**closed.base, **client})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "BATON_CLUSTER_SECRET_FILE" in done.stderr and "no gateway" not in done.stderr
+
+
 def test_status_and_health_see_every_process(closed):
     status = closed.run("status", "--server", closed.gateway)
     assert status.returncode == 0, status.stdout + status.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -13,6 +14,16 @@ from baton.cli.options import ROLES, as_flags, build, config_file_option, config
 from baton.cli.serve import DEFAULT_PORTS, serve
 from baton.cli.up import settings_by_role, up
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, WorkerConfig
+from baton.engine.waiting_queue import POLICIES as SCHEDULING
+from baton.gateway.handoff_cost import MODES
+from baton.gateway.parsers.registry import NONE, REASONING_PARSERS, TOOL_PARSERS
+from baton.gateway.routing import POLICIES as ROUTING
+from baton.kvcache.eviction import POLICIES as EVICTIONS
+from baton.models.config import IMPLEMENTATIONS
+from baton.models.weight_plan import QUANTIZATIONS
+from baton.rpc.logs import FORMS, LEVELS
+from baton.transport.registry import KINDS
+from baton.worker.model import DTYPES, KV_DTYPES
 
 
 def parse(role: str, *arguments: str, env: dict[str, str] | None = None) -> NodeConfig:
@@ -134,13 +145,15 @@ def test_wrong_file_names_the_key(tmp_path: Path, toml: str, message: str) -> No
         ("handoff_seconds", float("nan"), "must be a number, not nan"),
         ("request_seconds", float("inf"), "must be a number, not inf"),
         ("watermark", 2.5, "must be from 0 to 1, not 2.5"),
+        ("dtype", "half", "must be auto, float32, bfloat16 or float16, not 'half'"),
+        ("transports", "shm,rdma", "must be cuda_ipc, shm, nixl or grpc, not 'rdma'"),
     ],
 )
-def test_a_number_out_of_range_names_where_it_came_from(
-    tmp_path: Path, name: str, value: float, message: str
+def test_a_wrong_value_names_where_it_came_from(
+    tmp_path: Path, name: str, value: float | str, message: str
 ) -> None:
     file, flag, variable = tmp_path / "baton.toml", "--" + name.replace("_", "-"), "BATON_" + name.upper()
-    file.write_text(f"{name} = {value}\n")
+    file.write_text(f"{name} = {value!r}\n")
     for arguments, env, where in (
         ([flag, str(value)], {variable: "1"}, flag),
         ([], {variable: str(value)}, variable),
@@ -165,7 +178,14 @@ def test_a_file_for_all_roles_is_fine_for_each(tmp_path: Path) -> None:
 def test_flags_for_a_child_round_trip(role: str) -> None:
     changed: dict[str, object] = {}
     for field in fields_of(ROLES[role]).values():
-        samples = {str: "text", int: 7, float: 0.5, bool: not field.default, tuple: ("a", "b")}
+        text = field.choices[-1] if field.choices else "text"
+        samples = {
+            str: text,
+            int: 7,
+            float: 0.5,
+            bool: not field.default,
+            tuple: field.choices[-2:] or ("a", "b"),
+        }
         changed[field.name] = None if field.name == "http_port" else samples[field.kind]
     assert parse(role, *as_flags(ROLES[role], changed)) == ROLES[role](**changed)
 
@@ -184,10 +204,10 @@ def test_serve_shows_the_designs_ports(role: str) -> None:
 def test_up_passes_settings_to_the_roles_that_know_them(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text('model = "other"\ninsecure = true\ntransports = "shm, grpc"\n[decode]\nwatermark = 0.1\n')
-    values = {"model": "m", "kv_tokens": 5, "threads": 1, "watermark": 0.5, "served_name": "s"}
+    values = {"model": "m", "kv_tokens": 50, "threads": 1, "watermark": 0.5, "served_name": "s"}
     values = {**dict.fromkeys(field.name for field in dataclasses.fields(DecodeConfig)), **values}
     settings = settings_by_role({**values, "port": 1, "config_file": file})
-    worker = {"model": "m", "threads": 1, "kv_tokens": 5, "insecure": True, "transports": ("shm", "grpc")}
+    worker = {"model": "m", "threads": 1, "kv_tokens": 50, "insecure": True, "transports": ("shm", "grpc")}
     assert settings == {
         "gateway": {"served_name": "s", "insecure": True},
         "tokenizer": {"model": "m", "insecure": True},
@@ -212,6 +232,58 @@ def test_up_refuses_workers_on_several_hosts(
     file.write_text(toml)
     result = CliRunner().invoke(up, ["--config", str(file), "--model", str(tmp_path / "none")], env=env)
     assert f"{named} is for a worker on several hosts" in result.output and result.exit_code == 2
+
+
+def test_up_takes_a_file_of_baton_serve_and_says_what_has_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('host = "::"\n[decode]\nport = 5\nprefill = "a:1"\n[gateway]\ndecode = "b:1"\n')
+    assert settings_by_role({"config_file": file}) == {role: {} for role in ROLES}
+    said = f"baton: {file}: decode, prefill: without effect, this command sets addresses itself\n"
+    assert capsys.readouterr().err == said
+    file.write_text("kv_tokens = 64\ndrain_seconds = 7\n")
+    settings_by_role({"config_file": file})
+    assert capsys.readouterr().err == ""
+    assert up.make_context("up", ["--config", str(file)]).params["drain_seconds"] == 7
+
+
+@pytest.mark.parametrize("key", ["etcd", "etcd_prefix", "shared", "siblings"])
+def test_up_refuses_a_file_by_which_processes_find_others(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(f'[gateway]\n{key} = "a:1"\n')
+    with pytest.raises(click.UsageError, match=f"baton.toml: '{key}' is for 'baton serve'"):
+        settings_by_role({"config_file": file})
+
+
+@pytest.mark.parametrize(("page", "least"), [(None, 16), (64, 64)])
+def test_up_refuses_a_pool_without_a_page(page: int | None, least: int) -> None:
+    with pytest.raises(click.UsageError, match=rf"--kv-tokens must be at least one page \({least} tokens\)"):
+        settings_by_role({"kv_tokens": least - 1, "page_size": page})
+    assert settings_by_role({"kv_tokens": least, "page_size": page})["decode"]["kv_tokens"] == least
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("dtype", ("auto", *DTYPES)),
+        ("kv_dtype", KV_DTYPES),
+        ("quantization", QUANTIZATIONS),
+        ("model_impl", IMPLEMENTATIONS),
+        ("eviction", EVICTIONS),
+        ("policy", SCHEDULING),
+        ("transports", KINDS),
+        ("routing", ROUTING),
+        ("split", MODES),
+        ("tool_parser", ("auto", NONE, *TOOL_PARSERS)),
+        ("reasoning_parser", ("auto", NONE, *REASONING_PARSERS)),
+        ("log_level", LEVELS),
+        ("log_format", FORMS),
+    ],
+)
+def test_the_choices_are_what_the_processes_know(name: str, known: Iterable[str]) -> None:
+    fields = {**fields_of(GatewayConfig), **fields_of(DecodeConfig)}
+    assert sorted(fields[name].choices) == sorted(known)
 
 
 def test_up_takes_one_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

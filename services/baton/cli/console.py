@@ -21,14 +21,16 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from baton.cli.options import fail
+from baton.cli.options import fail, fields_of
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
 from baton.client.access import CA_VARIABLE, KEY_VARIABLE
+from baton.config import NodeConfig
 from baton.latency import tpot
 
 UNLIMITED = 1000
 """Columns of a line that nobody wraps, as in a pipe."""
+SECRET_VARIABLE = fields_of(NodeConfig)["cluster_secret_file"].variable
 
 
 class Answer:
@@ -111,6 +113,8 @@ def no_gateway(server: str, why: str) -> str:
         return f"{server} does not speak gRPC ({why}): give the gateway's gRPC port, by default 50050"
     if "certificate" in why:
         return f"{server} is not trusted ({why}): name a host of its certificate, and its CA in {CA_VARIABLE}"
+    if "cluster secret" in why:
+        return f"{server} takes its deployment's secret, from the file that {SECRET_VARIABLE} names ({why})"
     return f"no gateway at {server} ({why}); start one with 'baton up', or name it with --server"
 
 

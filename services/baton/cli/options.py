@@ -43,6 +43,8 @@ class Field:
     """None is allowed."""
     default: Any
     help: str
+    choices: tuple[str, ...] = ()
+    """All values of a text, or of each in a tuple; empty: any."""
 
     @property
     def flag(self) -> str:
@@ -63,9 +65,12 @@ def fields_of(config: type) -> Mapping[str, Field]:
             alternatives = [one for one in typing.get_args(kind) if one is not type(None)]
             assert len(alternatives) == 1, f"{config.__name__}.{field.name}: at most one type beside None"
             kind, optional = alternatives[0], True
-        kind = typing.get_origin(kind) or kind
+        several = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+        choices = typing.get_args(several) if typing.get_origin(several) is typing.Literal else ()
+        kind = str if choices and several is kind else typing.get_origin(kind) or kind
         assert kind in (str, int, float, bool, tuple), f"{config.__name__}.{field.name}: {kind}"
-        found[field.name] = Field(field.name, kind, optional, field.default, _help_of(config, field.name))
+        text = _help_of(config, field.name)
+        found[field.name] = Field(field.name, kind, optional, field.default, text, choices)
     return found
 
 
@@ -224,14 +229,15 @@ def _option(field: Field, default: Any, section: str) -> Callable[[F], F]:
 
 def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the configuration that were given as a flag, in the environment or in a file. Raises
-    click.UsageError that names the flag or variable of a number out of range: none may be negative."""
+    click.UsageError that names the flag or variable of a number out of range (none may be negative), or of a
+    text that is not among its choices."""
     found: dict[str, Any] = {}
     for name, field in fields_of(config).items():
         value = values.get(name)
         if value is None or (field.kind is tuple and value == ()):
             continue
         if field.kind is tuple:
-            value = tuple(item.strip() for text in value for item in text.split(",") if item.strip())
+            value = _items(value)
         found[name] = None if value == "none" and field.optional else value
         if (wrong := _out_of_range(field, found[name])) is not None:
             ctx = click.get_current_context(silent=True)
@@ -241,8 +247,18 @@ def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _items(value: str | Collection[str]) -> tuple[str, ...]:
+    """Of one or several texts, separated by commas."""
+    texts = [value] if isinstance(value, str) else value
+    return tuple(item.strip() for text in texts for item in text.split(",") if item.strip())
+
+
 def _out_of_range(field: Field, value: Any) -> str | None:
-    """What a number must be, None: what it is."""
+    """What a number or a text must be, None: what it is."""
+    if field.choices:
+        unknown = set(_items(value) if field.kind is tuple else [value]).difference(field.choices)
+        *others, last = field.choices
+        return f"must be {', '.join(others)} or {last}, not {min(unknown)!r}" if unknown else None
     if field.kind not in (int, float) or value is None:
         return None
     part = field.name in PARTS

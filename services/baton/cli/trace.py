@@ -204,8 +204,8 @@ def trace(
     except BatonError as error:
         fail(error.message, code=2)
     except grpc.aio.AioRpcError as error:
-        unreachable = error.code() is grpc.StatusCode.UNAVAILABLE
-        fail(no_gateway(server, brief(error)) if unreachable else from_rpc_error(error).message)
+        refused = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+        fail(no_gateway(server, brief(error)) if refused else from_rpc_error(error).message)
     found = in_order(found, request)
     if as_json:
         click.echo(json.dumps([MessageToDict(each, preserving_proto_field_name=True) for each in found]))

@@ -53,6 +53,10 @@ OWN = (
 """Fields that `baton up` sets itself."""
 FLAGS = ("host", "port", "http_port", "drain_seconds")
 """Those of them that are its flags, too."""
+ADDRESSES = ("advertise", "tokenizer", "prefill", "decode")
+"""Those that a file may have for `baton serve`, and that have no effect here."""
+LEAST_PAGE = 16
+"""Tokens of a page where nothing else is said, on a CPU; on a GPU they are more."""
 
 
 NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
@@ -109,15 +113,25 @@ def fetch_model(values: Mapping[str, Any]) -> None:
 def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Role -> the fields of its configuration that were given; those of the `config_file` come last. Raises
     click.UsageError; so it does where workers on several hosts are asked for, whose processes are not all
-    here."""
+    here. Says which addresses of the file have no effect."""
     values = {name: value for name, value in values.items() if name not in OWN}
     file = values.get("config_file")
-    settings = {}
+    settings, addresses = {}, set()
     for role, config in ROLES.items():
+        read = read_config(file, role) if file is not None else {}
+        for name in sorted(set(OWN).difference(FLAGS, ADDRESSES).intersection(read)):
+            raise click.UsageError(_own_problem(f"{file}: {name!r}"))
+        addresses |= set(ADDRESSES).intersection(read)
         found = given(config, values)
         if role == "tokenizer":
             found.pop("threads", None)  # means threads of tensor operations here
-        settings[role] = {**given(config, read_config(file, role) if file is not None else {}), **found}
+        settings[role] = {**given(config, {k: v for k, v in read.items() if k not in OWN}), **found}
+        tokens, size = settings[role].get("kv_tokens"), settings[role].get("page_size") or LEAST_PAGE
+        if tokens and tokens < size:
+            raise click.UsageError(f"--kv-tokens must be at least one page ({size} tokens), not {tokens}")
+    if addresses:
+        names = ", ".join(sorted(addresses))
+        click.echo(f"baton: {file}: {names}: without effect, this command sets addresses itself", err=True)
     for name in HOSTS:
         field = fields_of(WorkerConfig)[name]
         named = os.environ.get(field.variable, "") not in ("", str(field.default))
@@ -129,16 +143,17 @@ def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return settings
 
 
+def _own_problem(what: str, hint: str = "") -> str:
+    return f"{what} is for 'baton serve'; the processes of this command know each other: leave it out{hint}"
+
+
 def refuse_variables() -> None:
     """Raises click.UsageError for a variable by which a process finds others, or others find it."""
     for config in ROLES.values():
         for name, field in fields_of(config).items():
             if name in OWN and name not in FLAGS and os.environ.get(field.variable):
                 hint = f"; their number is --{name}" if name in ("prefill", "decode") else ""
-                raise click.UsageError(
-                    f"{field.variable} is for 'baton serve'; the processes of this command know each other: "
-                    f"leave it out{hint}"
-                )
+                raise click.UsageError(_own_problem(field.variable, hint))
 
 
 def check_port(host: str, port: int, flag: str) -> None:
@@ -278,7 +293,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
         envvar="BATON_DRAIN_SECONDS",
     ),
 )
-@config_file_option("gateway", only=("host", "port", "http_port"))
+@config_file_option("gateway", only=FLAGS)
 @config_options(NodeConfig, leave_out=OWN)
 @config_options(WorkerConfig, leave_out=PROCESS)
 @config_options(PrefillConfig, leave_out=fields_of(WorkerConfig))
