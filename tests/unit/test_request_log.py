@@ -20,12 +20,14 @@ def ending(name, seconds=0.5):
 def lines(monkeypatch):
     """A logger keeps its processors from its first line on: the module's may have written one before. And
     what ran before may have configured that only warnings are written."""
-    before = structlog.get_config()
+    configured, before = structlog.is_configured(), structlog.get_config()
     structlog.reset_defaults()
     monkeypatch.setattr(module, "_log", structlog.get_logger())
     with capture_logs() as found:
         yield found
-    structlog.configure(**before)
+    structlog.reset_defaults()
+    if configured:  # else a process that a later test runs here would not configure it
+        structlog.configure(**before)
 
 
 async def test_each_that_finishes_or_fails_has_a_line_at_once(lines):
