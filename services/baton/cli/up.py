@@ -176,13 +176,10 @@ def process_table(children: list[Child]) -> Table:
 
 
 def check_gateway(host: str, gateway: Mapping[str, Any]) -> None:
-    """Ends the command when other machines could use the gateway without authentication, or when its keys,
-    certificate or parsers cannot be used. The gateway checks this too, but once the workers have loaded."""
-    from baton.gateway.parsers.registry import check_names
-
+    """Ends the command when other machines could use the gateway without authentication, or when its keys or
+    certificate cannot be used. The gateway checks this too, but only once the workers have loaded."""
     config = GatewayConfig(**gateway)
     try:
-        check_names(config)
         check_address(host, GatewayAuthentication(config), config.insecure)
     except BatonError as error:
         fail(error.message, code=2)
