@@ -21,9 +21,9 @@ OUTPUT = 64
 LENGTHS = [1, 17, 40, 64, 160]
 QUANTIZED: dict[str, tuple[Scheme | None, float]] = {
     "fp8-blocks": (fp8_blocks((32, 32)), 1e-4),
-    "int8-kept": (compressed("int-quantized", num_bits=8, strategy="channel"), 1e-2),
+    "int8-kept": (compressed("int-quantized", num_bits=8, strategy="channel"), 1e-4),
     "4-bits-kept": (awq(), 0.1),
-    "int8-while-loading": (None, 1e-2),
+    "int8-while-loading": (None, 1e-4),
 }
 """Scheme of the checkpoint, and by how much the logit of a token may be below the largest."""
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.shard import Communicator
-from baton.layers.weights.cpu import MakeProduct, Product, exact_products
+from baton.layers.weights.cpu import Int8, MakeProduct, Product, exact_products
 from baton.layers.weights.method import QuantizedWeight
 
 TYPICAL_ROWS = (1, 16)
@@ -77,8 +77,10 @@ def fastest_layout(weight: torch.Tensor) -> Layout:
 
 
 def fastest_product(weight: QuantizedWeight, dtype: torch.dtype, measure: bool = True) -> MakeProduct:
-    """For quantized weights of this kind in a model of this dtype, by measuring likewise, with a part of a
-    large one; without measuring the first that computes with the codes, where there is one."""
+    """For quantized weights of this kind in a model of this dtype. That of 4 bits by measuring likewise, with
+    a part of a large one; without measuring the first that computes with the codes, where there is one."""
+    if weight.bits == 8:
+        return Int8
     outputs, inputs = weight.shape
     most = max(64, SAMPLE // inputs // 64 * 64)
     # Kernels take numbers of outputs that 16 or 64 divide: the part is divisible like the whole.
