@@ -13,9 +13,8 @@ import torch
 from random_checkpoints import Driver, check_logits, random_prompts, save_checkpoint
 
 from baton.checkpoint import CheckpointError
-from baton.layers.kernels import int8_cpu
 from baton.layers.linear import Linear, fastest_product
-from baton.layers.weights import cpu, method
+from baton.layers.weights import cpu, int8_cpu, method
 from baton.layers.weights.cpu import Bf16Int4, Dequantized, Int8, exact_products
 from baton.layers.weights.method import Filling, Method, QuantizedWeight, quantize
 from baton.layers.weights.quantized import QuantizedTensor

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from baton.layers.kernels.int8_cpu import Int8Matrix
+from baton.layers.weights.int8_cpu import Int8Matrix
 from baton.layers.weights.method import QuantizedWeight
 
 TOLERANCE = 1e-2

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+Array = np.ndarray[Any, Any]
 MOST_ROWS = 64
 """For more, torch multiplies by a float32 copy of the codes, of so many at a time:"""
 PIECE = 2**22
@@ -77,7 +78,7 @@ def _compiled() -> Callable[..., None]:
         return numba.njit(signature, **options)(_outputs)
 
 
-def _outputs(x, codes, scale, out, add, first, last):
+def _outputs(x: Array, codes: Array, scale: Array, out: Array, add: bool, first: int, last: int) -> None:
     """Some of the outputs. Four rows share what it takes to read a code and convert it."""
     rows, inputs = x.shape
     fours = rows // 4 * 4
