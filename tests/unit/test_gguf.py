@@ -26,7 +26,8 @@ from baton.config import DecodeConfig
 from baton.gguf_file import SUPPORTED, GgufFile
 from baton.layers.experts import Mixture
 from baton.layers.parameters import Parameters
-from baton.layers.weights.cpu import CANDIDATES, Dequantized
+from baton.layers.weights import cpu
+from baton.layers.weights.cpu import Dequantized
 from baton.layers.weights.gguf import BLOCKS
 from baton.layers.weights.gguf import decode as decode_blocks
 from baton.models.config import make_rope, read_config
@@ -168,7 +169,7 @@ def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(name,
 @pytest.mark.parametrize("name", ["llama3", "mistral", "mixtral"])
 def test_blocks_of_4_bits_stay_so_and_compute_what_they_stand_for(name, tmp_path, monkeypatch):
     """Heads whose rows the file interleaves, and experts. By the product that does not round."""
-    monkeypatch.setitem(CANDIDATES, 4, (Dequantized,))
+    monkeypatch.setattr(cpu, "FOUR_BITS", (Dequantized,))
     variant, kind, options, _ = FAMILIES[name]
     make, overrides = VARIANTS[variant]
     reference = save_checkpoint(

@@ -19,7 +19,8 @@ from baton.checkpoint import CheckpointError
 from baton.engine.plan import StepPlan
 from baton.layers.parameters import Parameters
 from baton.layers.shard import NO_CUTS, ONE_RANK, Shard
-from baton.layers.weights.cpu import CANDIDATES, Dequantized
+from baton.layers.weights import cpu
+from baton.layers.weights.cpu import Dequantized
 from baton.layers.weights.method import QuantizedWeight
 from baton.models.config import read_config
 from baton.models.loader import load_model, read_weights, weight_bytes
@@ -143,8 +144,7 @@ def difference(path, size, ep=False, **options):
 @pytest.fixture
 def exact(monkeypatch):
     """Products that differ in speed alone: one rank would choose one that rounds more."""
-    for bits in CANDIDATES:
-        monkeypatch.setitem(CANDIDATES, bits, (Dequantized,))
+    monkeypatch.setattr(cpu, "FOUR_BITS", (Dequantized,))
 
 
 @pytest.mark.parametrize("name", STORED)
