@@ -287,7 +287,8 @@ def test_the_same_over_http_as_json(traced):
     with urllib.request.urlopen(f"{url}?id={trace.id}", timeout=20) as response:
         found = json.load(response)["traces"]
     assert [each["id"] for each in found] == [trace.id]
-    assert [each["name"] for each in found[0]["phases"]] == [phase.name for phase in trace.phases]
+    # Clocks are compared anew for each question, and phases too short for their error are left out.
+    assert {"tokenize", "prefill", "decode"} <= {each["name"] for each in found[0]["phases"]}
     with urllib.request.urlopen(f"{url}?limit=2&slowest=true&gateway_only=1", timeout=20) as response:
         assert len(json.load(response)["traces"]) == 2
     with pytest.raises(urllib.error.HTTPError, match="400"):
