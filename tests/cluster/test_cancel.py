@@ -262,12 +262,12 @@ async def steps_until_freed(cluster: Cluster, state: State, way: Any, number: in
         await until(lambda: decode.load().running == state.others, "the others run")
         before = gateway.load(), prefill.load(), decode.load()
         async with way(gateway, asked) as end:
-            await until(lambda: state.reached(prefill.load(), decode.load(), before[2]), state.name)
-            ending = decode.load().steps
-            await end()
-            if way is by_client_death:
-                ending = decode.load().steps
             try:
+                await until(lambda: state.reached(prefill.load(), decode.load(), before[2]), state.name)
+                ending = decode.load().steps
+                await end()
+                if way is by_client_death:
+                    ending = decode.load().steps
                 await until(lambda: is_free(cluster, gateway, state.others), "everything freed", seconds=20)
             except AssertionError as error:
                 loads = [f"{each.name}: {each.load()}" for each in (gateway, prefill, decode)]
