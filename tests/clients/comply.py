@@ -31,7 +31,7 @@ from llm_comply.tests.anthropic import ANTHROPIC_TESTS
 from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 
-SECONDS = 300
+SECONDS = 600
 TRIES = 3
 TOKENS = 150
 """Of an answer to canitoolcall."""

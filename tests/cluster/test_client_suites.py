@@ -18,7 +18,7 @@ from baton.checkpoint import CheckpointError, resolve
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "clients" / "bin"
-SECONDS = 550
+SECONDS = 900
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2 * SECONDS),
