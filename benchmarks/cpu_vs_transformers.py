@@ -34,8 +34,8 @@ from rich.progress import Progress
 from shared import make_parser, save_results
 
 from baton.cli.console import table
+from baton.cli.credentials import Credentials
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.nodes import Credentials
 from baton.client import AsyncClient
 from baton.demo import model_path
 from baton.v1 import node_pb2, node_pb2_grpc

@@ -17,8 +17,8 @@ import grpc.aio
 import uvloop
 
 from baton.bench.workload import Job, Workload
-from baton.client.access import Access
 from baton.latency import Record
+from baton.rpc.access import Access
 from baton.rpc.channel import open_channel
 from baton.rpc.client_stream import ClientStream
 from baton.rpc.errors import BatonError, from_status

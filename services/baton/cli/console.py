@@ -24,9 +24,9 @@ from rich.table import Table
 from baton.cli.options import fail, fields_of
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
-from baton.client.access import CA_VARIABLE, KEY_VARIABLE
 from baton.config import NodeConfig
 from baton.latency import tpot
+from baton.rpc.access import CA_VARIABLE, KEY_VARIABLE
 
 UNLIMITED = 1000
 """Columns of a line that nobody wraps, as in a pipe."""

@@ -56,7 +56,7 @@ COMMANDS: Commands = {
         "status": ("status:status", "Every process of a running deployment, with health and load."),
         "top": ("top:top", "The same live: rates, processes, the latest requests."),
         "trace": ("trace:trace", "Where requests waited: their phases through all processes."),
-        "probe": ("health:probe", "One small request through a running deployment, as an exit code."),
+        "probe": ("probe:probe", "One small request through a running deployment, as an exit code."),
         "health": ("health:health", "Whether one process serves; for the probes of containers."),
         "bench": ("main:bench", "A deployment or the engine: serve, offline, step, quality, profile, kv."),
         "plan": ("plan:plan", "How many prefill and decode nodes a given traffic needs."),

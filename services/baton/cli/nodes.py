@@ -4,54 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-from typing import Any
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli import local_secret
-from baton.cli.options import fields_of
-from baton.client.access import Access
-from baton.config import NodeConfig
-from baton.rpc.authentication import Cluster
-from baton.rpc.channel import open_channel
+from baton.cli.credentials import Credentials, brief, reachable
 from baton.v1 import node_pb2, node_pb2_grpc
-
-CLUSTER_FIELDS = ("cluster_secret_file", "cluster_cert", "cluster_key", "cluster_ca", "cluster_tls_name")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Credentials:
-    """cluster: the deployment's credentials. access: those of a client of its gateway."""
-
-    cluster: Cluster
-    access: Access
-
-    @classmethod
-    def to(cls, gateway: str) -> Credentials:
-        """For the deployment with this gateway: the secret that `baton up` generated here, else the files
-        that the environment names (BATON_CLUSTER_SECRET_FILE and the like). Raises BatonError."""
-        variables = {name: fields_of(NodeConfig)[name].variable for name in CLUSTER_FIELDS}
-        named: dict[str, Any] = {name: os.environ.get(variable, "") for name, variable in variables.items()}
-        secret = local_secret.find(gateway)
-        if secret:
-            named["cluster_secret_file"] = ""
-        in_clear = os.environ.get("BATON_CLUSTER_SECRET_IN_CLEAR", "").lower() in ("1", "true", "yes", "on")
-        cluster = Cluster.load(NodeConfig(**named, cluster_secret_in_clear=in_clear))
-        return cls(dataclasses.replace(cluster, secret=secret or cluster.secret), Access.of(None, None))
-
-    def gateway(self, address: str) -> grpc.aio.Channel:
-        """A channel to the gateway, with the client's and the deployment's credentials."""
-        encrypted = self.access.credentials is not None
-        metadata = (*self.access.metadata, *self.cluster.metadata(address, encrypted))
-        return open_channel(address, credentials=self.access.credentials, metadata=metadata)
-
-    def node(self, address: str) -> grpc.aio.Channel:
-        """A channel to any other process."""
-        return self.cluster.dial(address)
-
 
 ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
 
@@ -67,17 +25,6 @@ class NodeReport:
     health: str = "UNREACHABLE"
     """Of gRPC health ("SERVING", "NOT_SERVING"), or "UNREACHABLE"."""
     error: str = ""
-
-
-def reachable(address: str) -> str:
-    """The address at which a client on this machine reaches a bound address."""
-    return address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
-
-
-def brief(error: grpc.aio.AioRpcError) -> str:
-    """Message of a failed call, without gRPC's list of the addresses it tried."""
-    details: str = error.details() or error.code().name
-    return details.rpartition(": ")[2] if error.code() is grpc.StatusCode.UNAVAILABLE else details
 
 
 async def ask(address: str, role: str, credentials: Credentials, seconds: float = 3.0) -> NodeReport:

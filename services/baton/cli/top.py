@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from baton.cli.console import UNLIMITED, no_gateway
-from baton.cli.nodes import NodeReport, ask_deployment, brief
+from baton.cli.credentials import brief
+from baton.cli.nodes import NodeReport, ask_deployment
 from baton.cli.options import fail, option
 from baton.cli.status import server_option, status_lines, wrong
 from baton.cli.trace import ask_traces, in_order, milliseconds

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from baton.cli.chrome_trace import chrome_trace
 from baton.cli.console import no_gateway
-from baton.cli.nodes import Credentials, brief, reachable
+from baton.cli.credentials import Credentials, brief, reachable
 from baton.cli.options import fail, option
 from baton.cli.status import server_option
 from baton.rpc.errors import BatonError, from_rpc_error

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli.console import run_command
+from baton.cli.credentials import reachable
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.nodes import reachable
 from baton.cli.options import (
     FRACTION,
     HOSTS,

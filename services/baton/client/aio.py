@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import grpc.aio
 
-from baton.client.access import Access, Closed
+from baton.client.closed import Closed
 from baton.client.messages import (
     Collector,
     call_timeout,
@@ -30,6 +30,7 @@ from baton.client.types import (
     Input,
     Model,
 )
+from baton.rpc.access import Access
 from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from baton.rpc.client_stream import ClientStream, retrieve
 from baton.rpc.errors import BatonError, from_rpc_error

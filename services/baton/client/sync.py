@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import grpc
 
-from baton.client.access import Access, Closed
+from baton.client.closed import Closed
 from baton.client.messages import (
     Collector,
     call_timeout,
@@ -29,6 +29,7 @@ from baton.client.types import (
     Input,
     Model,
 )
+from baton.rpc.access import Access
 from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, client_options
 from baton.rpc.errors import from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc

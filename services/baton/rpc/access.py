@@ -1,16 +1,15 @@
-"""Credentials of a client, and the CA of the gateway's certificate; what a closed client has instead."""
+"""Credentials of a client of the gateway, and the CA of the gateway's certificate."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import grpc
 
 from baton.rpc.channel import Metadata
-from baton.rpc.errors import failed_precondition, invalid
+from baton.rpc.errors import invalid
 
 KEY_VARIABLE = "BATON_API_KEY"
 CA_VARIABLE = "BATON_TLS_CA"
@@ -42,10 +41,3 @@ def _credentials(ca: str) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(Path(ca).read_bytes())
     except OSError as error:
         raise invalid("tls_ca", f"cannot read the CA file {ca}: {error.strerror}") from None
-
-
-class Closed:
-    """The stub of a client that has been closed."""
-
-    def __getattr__(self, method: str) -> NoReturn:
-        raise failed_precondition("the client has been closed: make another one", "CLIENT_CLOSED")
