@@ -1,4 +1,4 @@
-"""Two ranks as threads of this process on one GPU, without graphs: what sums of ranks are to give.
+"""Ranks as threads of this process on one GPU, without graphs: what sums of ranks are to give.
 
 torch adds the partial products, in the order of the ranks, each rounded. Nothing is exchanged between
 processes or GPUs. Steps have the sizes that they have in CUDA graphs, because kernels differ by size.
@@ -120,10 +120,10 @@ class Lockstep:
     def pages(self, page_bytes: int) -> torch.Tensor:
         """uint8 [pages, page_bytes]: whole pages."""
         parts = [pool.raw[: pool.num_pages].cpu() for pool in self.pools]
-        if parts[0].shape[1] == page_bytes:  # all ranks hold the same
-            assert all(torch.equal(part, parts[0]) for part in parts)
-            return parts[0]
-        return torch.cat(parts, 1)
+        # With fewer heads than ranks, that many in a row hold the same.
+        copies = len(parts) * parts[0].shape[1] // page_bytes
+        assert all(torch.equal(part, parts[rank - rank % copies]) for rank, part in enumerate(parts))
+        return torch.cat(parts[::copies], 1)
 
 
 class Recorded:

@@ -1,4 +1,4 @@
-"""Workers of two ranks, on one GPU or on two: tokens and pages, hand-offs, and their end."""
+"""Workers of several ranks, on one GPU, two or four: tokens and pages, hand-offs, and their end."""
 
 from __future__ import annotations
 
@@ -47,6 +47,16 @@ PLACES = [
     ),
 ]
 """Where both ranks are."""
+SIZES = [
+    *(pytest.param(*place.values, 2, id=place.id, marks=place.marks) for place in PLACES),
+    pytest.param(
+        "cuda",
+        4,
+        id="four-gpus",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are fewer than four GPUs"),
+    ),
+]
+"""Where the ranks are, and how many."""
 OPTIONS = {"kv_tokens": 4096, "page_size": PAGE, "max_rows": 8, "token_budget": 128, "context_length": 512}
 EVERYTHING = SamplingParams(
     temperature=0.9,
@@ -90,9 +100,9 @@ def pages_of(engine: Engine) -> torch.Tensor:
     return torch.stack([torch.frombuffer(bytearray(page), dtype=torch.uint8) for page in asyncio.run(read())])
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "size"), SIZES)
 @pytest.mark.parametrize("attention", ["auto", "torch"])
-def test_float32_tokens_and_pages_are_those_of_one_rank(checkpoint, attention, place):
+def test_float32_tokens_and_pages_are_those_of_one_rank(checkpoint, attention, place, size):
     """In CUDA graphs, and by the runner without them; prompts in chunks beside decode rows, and then from the
     prefix tree; sampled, penalized, with log-probabilities, with grammars."""
     prompts = prompts_of(*LENGTHS)
@@ -101,7 +111,7 @@ def test_float32_tokens_and_pages_are_those_of_one_rank(checkpoint, attention, p
     grammars = [EveryThird() if i in (0, 2) else None for i in range(len(prompts))]
     names = {"prefill_attention": attention, "decode_attention": attention}
     found = {}
-    for tp in (1, 2):
+    for tp in (1, size):
         with engine_of(checkpoint, tp, "float32", place, **names) as engine:
             assert isinstance(runner_of(engine), CudaRunner if attention == "auto" else ModelRunner)
             first, again = (
@@ -110,12 +120,12 @@ def test_float32_tokens_and_pages_are_those_of_one_rank(checkpoint, attention, p
             )
             found[tp] = first, again, pages_of(engine)
     for run in (0, 1):
-        assert found[2][run] == found[1][run]
+        assert found[size][run] == found[1][run]
     # Of page 0 the start has written what no sequence sees, in any order.
-    one, two = (pages[1:].view(torch.float32) for _, _, pages in (found[1], found[2]))
-    assert one.shape == two.shape and (one != 0).float().mean() > 0.1
-    print("largest difference", (one - two).abs().max(), "of", one.abs().max())
-    assert (one - two).abs().max() < 1e-3
+    one, several = (pages[1:].view(torch.float32) for _, _, pages in (found[1], found[size]))
+    assert one.shape == several.shape and (one != 0).float().mean() > 0.1
+    print("largest difference", (one - several).abs().max(), "of", one.abs().max())
+    assert (one - several).abs().max() < 1e-3
 
 
 def different(path, prompts, ours, theirs) -> int:
@@ -146,15 +156,15 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "size"), SIZES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_bit_is_that_of_parts_added_in_one_process(tmp_path, monkeypatch, name, place):
+def test_every_bit_is_that_of_parts_added_in_one_process(tmp_path, monkeypatch, name, place, size):
     """bfloat16, in CUDA graphs: tokens, log-probabilities, and keys and values of all layers. Of one rank's
     tokens, whose sums are taken in another order, only near ties become others."""
     path = save_checkpoint(tmp_path, **MODELS[name])
     prompts, params = prompts_and_params()
     free = [0, 2, 3, 5]
-    found = in_lockstep(path, place, monkeypatch, prompts, params)
+    found = in_lockstep(path, place, monkeypatch, prompts, params, size)
     if name in ("64", "128", "qwen2"):
         assert_greedy(path, [prompts[i] for i in free], [found[i] for i in free], 0.3)
     else:
@@ -170,9 +180,9 @@ def prompts_and_params():
     return prompts, params
 
 
-def in_lockstep(path, place, monkeypatch, prompts, params, **options):
-    """The tokens of two ranks, once all results and pages are those of the ranks as threads."""
-    with engine_of(path, 2, "bfloat16", place, **options) as engine:
+def in_lockstep(path, place, monkeypatch, prompts, params, size=2, **options):
+    """The tokens of `size` ranks, once all results and pages are those of the ranks as threads."""
+    with engine_of(path, size, "bfloat16", place, **options) as engine:
         runner = runner_of(engine)
         assert isinstance(runner, CudaRunner) and None not in (runner.graphs, runner.chunk_graphs)
         ours, reference = Recorded(engine.runner), Lockstep(path, engine, monkeypatch)
