@@ -25,9 +25,9 @@ from fuzzing.talk import call as call_grpc
 BROKEN = 0.3
 """Of the messages: a good one would do most behind an open door."""
 VERBS = ("GET", "POST", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
-OPERATOR, TRACES = "/metrics", "/traces"
+OPERATOR, TRACES, PAGE = "/metrics", "/traces", "/"
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/model", OPERATOR, TRACES, "/",
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/model", OPERATOR, TRACES, PAGE,
     "/docs", "/openapi.json", "/nowhere", "/health/", "//health", "/Health", "/health;x", "/health%00",
     "/health%2f", "/health/../metrics", "/health/../v1/models", "/v1/models?x=/health", "/v1/models#/health",
     "/metrics/", "/%6detrics", "//v1/models", "/v1/../metrics", "http://x/v1/models", "http://x/metrics", "*",
@@ -70,6 +70,7 @@ def every_door() -> Iterator[Case]:
             "Prefill/Run",
             "Node/GetLoad gateway",
             f"GET {OPERATOR}",
+            f"GET {PAGE}",
             "GET /v1/models",
         ):
             yield Case(target, (b"",), way)
@@ -131,6 +132,8 @@ class Stranger:
 
     async def _http(self, case: Case, leave: bool) -> None:
         verb, _, path = case.target.partition(" ")
+        if (path, case.way) == (PAGE, "basic, as users"):
+            return  # as operators' browsers open it
         (body,) = case.messages
         headers = broken(case.way, self._keys.of(_is_operators(path), http=True))
         lines = [
@@ -172,7 +175,7 @@ async def _ask_once(channel: grpc.aio.Channel, wire: str, message: bytes, header
 
 
 def _is_operators(path: str) -> bool:
-    return unquote(path.partition("?")[0]) in (OPERATOR, TRACES)
+    return unquote(path.partition("?")[0]) in (OPERATOR, TRACES, PAGE)
 
 
 def _speakable(name: str, value: str | bytes) -> bool:
