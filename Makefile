@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 PIP_TORCH_ARGS ?=
 
 # Test files at a time, more than cores because they wait a lot; those marked `alone` follow one by one.
-LANES ?= 4
+LANES ?= 3
 
 # How long `make soak` goes on.
 SECONDS ?= 600
