@@ -1,6 +1,7 @@
 """Quantized weights on a CPU against float32: tokens per second of one stream, and of 16, in one run.
 
     python benchmarks/cpu_quantized.py --model smollm2 --json benchmarks/results/cpu_quantized.json
+    python benchmarks/cpu_quantized.py --products    single products of `int8` and of float32, by rows
 
 The engine alone, greedy, in this process, by the processor's time divided by the number of threads. All ways
 of holding the weights are in memory at the same time and take turns, a few steps each, so that a busy machine
@@ -22,6 +23,7 @@ import importlib.util
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from cpu_vs_transformers import make_random_model
 from rich.console import Console
+from rich.table import Table
 from shared import make_parser, save_results
 
 from baton.attention.registry import resolve as resolve_attention
@@ -38,6 +41,7 @@ from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 from baton.kvcache.pool import KvLayout, KvPool
+from baton.layers.weights.int8_cpu import MOST_ROWS, Int8Matrix
 from baton.models.loader import load_model, weight_bytes
 
 PAGE, ROWS, CONTEXT, TURN = 16, 16, 512, 4
@@ -143,12 +147,38 @@ def measure(name: str, path: Path, threads: int, turns: int) -> dict[str, Any]:
     return {"model": name, "threads": threads, "ways": results}
 
 
+def product_times(threads: int) -> Table:
+    """Least milliseconds of single products."""
+    torch.set_num_threads(threads)
+    shown = table("outputs x inputs", "rows", "int8, ms", "float32, ms")
+    for shape in ((4096, 4096), (2048, 512)):
+        codes = torch.randint(-127, 128, shape, dtype=torch.int8)
+        matrix, weights = Int8Matrix(codes, torch.rand(shape[0])), codes.float().t()
+        for rows in (1, 4, ROWS, MOST_ROWS, 256):
+            x = torch.randn(rows, shape[1])
+
+            def least(product: Callable[[torch.Tensor], object], x: torch.Tensor = x) -> str:
+                return f"{min(timeit.repeat(lambda: product(x), number=1, repeat=30)) * 1e3:.3g}"
+
+            shown.add_row(
+                f"{shape[0]} x {shape[1]}",
+                str(rows),
+                least(matrix.multiply),
+                least(lambda x, w=weights: x @ w),
+            )
+    return shown
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", action="append", help="8x512, or what `baton up --model` takes")
     parser.add_argument("--threads", type=int, default=1, help="of tensor operations")
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--products", action="store_true", help="time single products instead")
     args = parser.parse_args()
+    if args.products:
+        Console().print(product_times(args.threads))
+        return
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.model or ["smollm2", "8x512"]:

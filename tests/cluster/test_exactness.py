@@ -157,7 +157,7 @@ async def until_retracted(routes: Routes, gateway: Process, before: int) -> None
     for attempt in range(ROUNDS):
         if decode.load().retractions > before:
             return
-        await answer_all(routes, gateway, namespace=f"more {attempt}")
+        await answer_all(routes, gateway, namespace=f"{gateway.name} {attempt}")
     assert decode.load().retractions > before, f"none in {ROUNDS} more rounds"
 
 

@@ -105,9 +105,7 @@ def test_health_checks_pass(deployed):
     assert len(containers) == 6
     until(lambda: [peer["connected"] for peer in decode_peers(deployed)] == [True] * 2, "both have loaded")
     for container in containers:
-        about = compose.inspect(container)
-        assert about["State"]["Health"]["Status"] != "unhealthy", about["State"]["Health"]
-        kind, *command = about["Config"]["Healthcheck"]["Test"]
+        kind, *command = compose.inspect(container)["Config"]["Healthcheck"]["Test"]
         assert kind == "CMD"
         assert run(["docker", "exec", container, *command]) == "SERVING\n"
 
