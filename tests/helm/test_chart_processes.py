@@ -148,7 +148,8 @@ def test_probes_ask_what_is_there(rendered, monkeypatch):
                 assert (baton, word) == ("baton", "health") and config.cluster_ca
                 with health.make_context("health", arguments) as context:
                     assert context.params["address"] == f"127.0.0.1:{config.port}"
-                    assert context.params["seconds"] < probe["timeoutSeconds"]
+                    # Python's start took 10 s and more on busy cores.
+                    assert context.params["seconds"] + 15 < probe["timeoutSeconds"]
             else:
                 assert probe["tcpSocket"]["port"] in ports(container)
             # A gateway without decode nodes is not ready, and must not be restarted for that.
