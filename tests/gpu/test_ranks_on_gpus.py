@@ -264,19 +264,20 @@ def step(engine, number=1):
     return engine.runner.read(engine.runner.launch(StepPlan(number, (row,), inits)))
 
 
-def test_a_rank_that_gave_up_is_waited_for_in_vain():
-    """Else the other would add what is left of an earlier round."""
+@pytest.mark.parametrize(("count", "size"), [(100, 2), (100, 3), (2**20, 3)])
+def test_a_rank_that_gave_up_is_waited_for_in_vain(count, size):
+    """Else the others would add what is left of an earlier round. In one shot and two."""
     from baton.layers.kernels.exchange import Exchange, buffer_bytes
 
-    memory = [torch.zeros(buffer_bytes(2), dtype=torch.uint8, device="cuda:0") for _ in range(2)]
-    told = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+    memory = [torch.zeros(buffer_bytes(size), dtype=torch.uint8, device="cuda:0") for _ in range(size)]
+    told = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(size)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in memory], device="cuda:0")
-    ranks = [Exchange(rank, memory[rank], addresses, told[rank], seconds=0.01) for rank in range(2)]
+    ranks = [Exchange(rank, memory[rank], addresses, told[rank], seconds=0.01) for rank in range(size)]
     for _ in range(2):
-        ranks[0].sum(torch.ones(100, device="cuda:0"))
+        ranks[0].sum(torch.ones(count, device="cuda:0"))
     torch.cuda.synchronize()
     assert told[0].item() == 1
-    ranks[1].sum(torch.ones(100, device="cuda:0"))
+    ranks[1].sum(torch.ones(count, device="cuda:0"))
     torch.cuda.synchronize()
     assert told[1].item() == 1
 

@@ -1,13 +1,16 @@
 """Triton: sums and gathers among the ranks of a worker, over memory that all have mapped.
 
-One-shot: each rank writes its part into the others' memory, waits for theirs in its own, and adds all parts
-in the order of the ranks, so that a sum has the same bits on all. Each program does that by itself for its
-own span, with a counter and regions of its own. Regions alternate: a rank that writes the one of the round
-after next has received what the others sent in the next one, and they had read this one before that.
+In one shot each rank writes its part into the others' memory, waits for theirs in its own, and adds all parts
+in the order of the ranks, so that a sum has the same bits on all. More than two ranks add large sums in two:
+each adds up a share of the numbers, of which the others send it their parts, and sends the sum to them. The
+bits are the same; of four ranks, each sends 1.5 times the numbers, not 3 times.
 
-`_exchange` takes any size: parts first, then a flag that says that they are there. `_sum_norm` takes a few
-rows: each 32 bits travel in one word with the number of their round, so that no flag follows them (as in the
-protocol LL of NCCL, arXiv:2507.04786), and the norm that follows is computed at once.
+Each program does that by itself for its own span, with flags, a counter and regions of its own, in steps: it
+writes to the others, says so by the step's number in their flags, waits until all have said so, and reads
+what came before it says the next number. Regions alternate: a rank that writes over what the step before
+last has left there has waited for the step after that, which the others had said when they had read it.
+
+`sum_norm.py` has a kernel of its own for a few rows.
 
 Counters lie on the device: a CUDA graph can hold the kernels. A wait has a limit. Needs a GPU: import it
 where one is in use.
@@ -18,7 +21,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+from baton.layers.kernels.sum_norm import now, sum_norm
 
 PROGRAMS = 64
 """At most: they wait for one another, so all must fit on a GPU at the same time."""
@@ -28,7 +32,11 @@ ROWS = 256
 """Of `sum_norm` at most; each is a program's."""
 WORDS = 4096
 """Pairs of numbers in such a row at most."""
-_BLOCK, _WARPS = 8192, 16
+ONE_SHOT_BYTES = 2**21
+"""Of more than two ranks: sums of which all ranks together have no more are taken in one shot."""
+TWO_SHOT_ROWS = 24, 128
+"""Of more than two ranks: from so many rows on `sum_norm` takes two shots, and it takes so many at most."""
+_BLOCK = 8192
 
 
 def _header(ranks: int) -> int:
@@ -44,6 +52,44 @@ def _regions(ranks: int) -> int:
 def buffer_bytes(ranks: int) -> int:
     """Of the memory that each rank shares with the others."""
     return _header(ranks) + _regions(ranks) + 2 * ranks * ROWS * WORDS * 8
+
+
+@triton.jit
+def _acquire(flags):
+    """Their values; what was written before them is there."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [flags], tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _step(
+    buffers, round, failed, told, limit,
+    RANK: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Tells the other ranks that all threads of the program have written and read, and waits until they say
+    so, too. Returns `limit`, or 0 once it has waited in vain."""
+    to, by = tl.arange(0, triton.next_power_of_2(RANKS)), tl.arange(0, THREADS) % RANKS
+    others = (to != RANK) & (to < RANKS)
+    theirs = tl.load(buffers + to, mask=others, other=0).to(tl.pointer_type(tl.int64)) + tl.program_id(0)
+    flags = tl.load(buffers + RANK).to(tl.pointer_type(tl.int64)) + tl.program_id(0) + by * PROGRAMS
+    # A rank that has given up says so no more: those that come later wait in vain, too.
+    said = tl.where(limit > 0, round, 0)
+    tl.debug_barrier()
+    # One instruction for all: a release waits until all that was written before has arrived.
+    tl.atomic_xchg(theirs + RANK * PROGRAMS, said, mask=others, sem="release", scope="sys")
+    missing = tl.max(tl.where((by != RANK) & (_acquire(flags) < round), 1, 0), 0)
+    if missing > 0:
+        began = now(THREADS)
+        late = 0
+        while (missing > 0) & (late == 0):
+            missing = tl.max(tl.where((by != RANK) & (_acquire(flags) < round), 1, 0), 0)
+            late = tl.where(now(THREADS) - began > limit, 1, 0)
+        if missing > 0:
+            limit = limit * 0
+            tl.store(failed, 1)
+            tl.store(told.to(tl.pointer_type(tl.int32)), 1)
+    return limit
 
 
 @triton.jit
@@ -69,6 +115,7 @@ def _exchange(
     FLOAT: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     program = tl.program_id(0)
     item = x.dtype.element_ty
@@ -76,39 +123,22 @@ def _exchange(
     last = tl.multiple_of(tl.minimum(start + span, count), ALIGNED)
     round = tl.load(counters + program)
     own = tl.load(buffers + RANK)
-    flags = own.to(tl.pointer_type(tl.int64)) + program
+    limit = tl.where(tl.load(failed) == 0, limit, 0)
     while start < last:
         round += 1
         side = (round % 2) * RANKS
         end = tl.multiple_of(tl.minimum(start + REGION // ITEM, last), ALIGNED)
-        for rank in tl.static_range(RANKS):
-            if rank != RANK and (SUM or rank == 0):
+        for rank in tl.static_range(RANK + 1, RANK + RANKS):
+            if SUM or rank % RANKS == 0:
                 # Relative to `region`, of which the compiler knows that it is aligned.
                 place = HEADER + ((side + RANK) * PROGRAMS + program) * REGION
-                place = tl.multiple_of((tl.load(buffers + rank) - own + place) // ITEM, 64)
+                place = tl.multiple_of((tl.load(buffers + rank % RANKS) - own + place) // ITEM, 64)
                 for at in range(start, end, BLOCK):
                     offsets = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
-                    inside = offsets < end
+                    inside = (offsets < end) & (limit > 0)
                     value = tl.load(x + offsets, mask=inside)
                     tl.store(region + place + (offsets - start), value, mask=inside)
-        tl.debug_barrier()  # all threads have written
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                flag = tl.load(buffers + rank).to(tl.pointer_type(tl.int64)) + RANK * PROGRAMS + program
-                # A rank that has given up says so no more: those that come later wait in vain, too.
-                said = tl.where(tl.load(failed, volatile=True) == 0, round, 0)
-                tl.atomic_xchg(flag, said, sem="release", scope="sys")
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                began = globaltimer()
-                allowed = tl.where(tl.load(failed, volatile=True) == 0, limit, 0)
-                seen = tl.load(flags + rank * PROGRAMS, volatile=True)
-                while (seen < round) & (globaltimer() - began < allowed):
-                    seen = tl.load(flags + rank * PROGRAMS, volatile=True)
-                if tl.atomic_add(flags + rank * PROGRAMS, 0, sem="acquire", scope="sys") < round:
-                    tl.store(failed, 1)
-                    tl.store(told.to(tl.pointer_type(tl.int32)), 1)
-        tl.debug_barrier()
+        limit = _step(buffers, round, failed, told, limit, RANK, RANKS, PROGRAMS, THREADS)
         for at in range(start, end, BLOCK):
             offsets = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
             inside = offsets < end
@@ -135,128 +165,104 @@ def _exchange(
                         part = tl.load(theirs, mask=inside, cache_modifier=".cg")
                     tl.store(out + row * (width * RANKS) + rank * width + column, part, mask=inside)
         start = end
-        tl.debug_barrier()  # all threads have read
     tl.store(counters + program, round)
 
 
 @triton.jit
-def _pair(words, dtype: tl.constexpr):
-    """Both 16-bit numbers of each word, in float32."""
-    low = (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
-
-
-@triton.jit
-def _words(low, high, dtype: tl.constexpr):
-    """The inverse; rounds."""
-    first = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return first | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
-
-
-@triton.jit
-def _now(THREADS: tl.constexpr):
-    """Nanoseconds; the same number in all threads of the program, which therefore stay together."""
-    times = tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer; // $1", "=l,r", [tl.arange(0, THREADS)], tl.int64, is_pure=False, pack=1
-    )
-    return tl.max(times, 0)
-
-
-@triton.jit
-def _receive(place, inside, round, failed, told, limit, THREADS: tl.constexpr):
-    """The words of this round that another rank sends to `place`."""
-    tag = round.to(tl.int32)
-    sent = tl.load(place, mask=inside, other=0, volatile=True)
-    missing = tl.max(tl.where(inside & ((sent >> 32).to(tl.int32) != tag), 1, 0), 0)
-    if missing > 0:
-        began = _now(THREADS)
-        late = 0
-        while (missing > 0) & (late == 0):
-            sent = tl.load(place, mask=inside, other=0, volatile=True)
-            missing = tl.max(tl.where(inside & ((sent >> 32).to(tl.int32) != tag), 1, 0), 0)
-            late = tl.where(_now(THREADS) - began > limit, 1, 0)
-        if missing > 0:
-            tl.store(failed, 1)
-            tl.store(told.to(tl.pointer_type(tl.int32)), 1)
-    return sent.to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _sum_norm(
-    residual,
-    parts,
-    weight,
-    bias,
-    out,
+def _sum_in_two(
+    x,
     region,
     buffers,
     counters,
     failed,
     told,
-    eps,
-    rows,
+    count,
+    span,
     limit,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WORDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    HEADER: tl.constexpr,
+    REGION: tl.constexpr,
+    ITEM: tl.constexpr,
+    FLOAT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    DTYPE: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    gdc_launch_dependents()
-    gdc_wait()
-    row = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    inside = at < WORDS
-    round = tl.load(counters + row) + 1
-    alive = tl.load(failed) == 0
-    low = tl.zeros((BLOCK,), tl.float32)
-    high = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        first = parts + (part * rows + row).to(tl.int64) * (2 * WORDS) + 2 * at
-        low += tl.load(first, mask=inside, other=0.0).to(tl.float32)
-        high += tl.load(first + 1, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        low += tl.load(bias + 2 * at, mask=inside, other=0.0).to(tl.float32)
-        high += tl.load(bias + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
-    own = _words(low, high, DTYPE)
-    sent = (round << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-    side = (round % 2) * RANKS
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            place = (tl.load(buffers + rank) - tl.load(buffers + RANK)) // 8
-            place = tl.multiple_of(place + ((side + RANK) * ROWS + row) * STRIDE, 64)
-            # A rank that has given up sends no more: those that come later wait in vain, too.
-            tl.store(region + place + at, sent, mask=inside & alive)
-    before = tl.load(residual + row.to(tl.int64) * WORDS + at, mask=inside, other=0)
-    norms = tl.load(weight + at, mask=inside, other=0)
-    low = tl.zeros((BLOCK,), tl.float32)
-    high = tl.zeros((BLOCK,), tl.float32)
-    for rank in tl.static_range(RANKS):
-        words = own
-        if rank != RANK:
-            place = tl.multiple_of(((side + rank) * ROWS + row) * STRIDE, 64)
-            allowed = tl.where(alive, limit, 0)
-            words = _receive(region + place + at, inside, round, failed, told, allowed, THREADS)
-        theirs = _pair(words, DTYPE)
-        low += theirs[0]
-        high += theirs[1]
-    # Rounded as a sum of its own would be.
-    low, high = _pair(_words(low, high, DTYPE), DTYPE)
-    old = _pair(before, DTYPE)
-    low += old[0]
-    high += old[1]
-    tl.store(residual + row.to(tl.int64) * WORDS + at, _words(low, high, DTYPE), mask=inside)
-    scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / (2 * WORDS) + eps)
-    of = _pair(norms, DTYPE)
-    normed = _words(low * scale * of[0], high * scale * of[1], DTYPE)
-    tl.store(out + row.to(tl.int64) * WORDS + at, normed, mask=inside)
-    tl.store(counters + row, round)
+    """Step by step: sends the parts of a piece of the span, sums and sends its own of the piece before, and
+    takes the sums of the piece before that."""
+    program = tl.program_id(0)
+    item = x.dtype.element_ty
+    first = tl.multiple_of(program * span, BLOCK)
+    last = tl.multiple_of(tl.minimum(first + span, count), ALIGNED)
+    round = tl.load(counters + program)
+    own = tl.load(buffers + RANK)
+    limit = tl.where(tl.load(failed) == 0, limit, 0)
+    PIECE: tl.constexpr = REGION // ITEM
+    SUMS: tl.constexpr = PIECE // 2  # of a region: parts lie before, sums behind
+    tl.static_assert((PIECE + RANKS * BLOCK - 1) // (RANKS * BLOCK) * BLOCK <= SUMS)
+    rounds = tl.cdiv(last - first, PIECE) + 1
+    for step in range(rounds + 1):
+        round += 1
+        here = ((round % 2) * RANKS * PROGRAMS + program) * REGION + HEADER
+        before = (((round + 1) % 2) * RANKS * PROGRAMS + program) * REGION + HEADER
+        start = first + step * PIECE
+        end, part = _part(start, last, PIECE, RANKS, ALIGNED, BLOCK)
+        for rank in tl.static_range(RANK + 1, RANK + RANKS):
+            place = (tl.load(buffers + rank % RANKS) - own + here + RANK * PROGRAMS * REGION) // ITEM
+            begin = tl.multiple_of(start + rank % RANKS * part, BLOCK)
+            upto = tl.multiple_of(tl.minimum(begin + part, end), ALIGNED)
+            for at in range(begin, upto, BLOCK):
+                offsets = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
+                inside = (offsets < upto) & (limit > 0)
+                value = tl.load(x + offsets, mask=inside)
+                tl.store(region + tl.multiple_of(place, 64) + (offsets - begin), value, mask=inside)
+        if step > 0:
+            start -= PIECE
+            end, part = _part(start, last, PIECE, RANKS, ALIGNED, BLOCK)
+            begin = tl.multiple_of(start + RANK * part, BLOCK)
+            upto = tl.multiple_of(tl.minimum(begin + part, end), ALIGNED)
+            for at in range(begin, upto, BLOCK):
+                offsets = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
+                inside = offsets < upto
+                total = tl.zeros((BLOCK,), tl.float32 if FLOAT else item)
+                for rank in tl.static_range(RANKS):
+                    if rank == RANK:
+                        value = tl.load(x + offsets, mask=inside, other=0)
+                    else:
+                        came = tl.multiple_of((before + rank * PROGRAMS * REGION) // ITEM, 64)
+                        theirs = region + came + (offsets - begin)
+                        value = tl.load(theirs, mask=inside, other=0, cache_modifier=".cg")
+                    total += value.to(total.dtype)
+                tl.store(x + offsets, total.to(item), mask=inside)
+                for rank in tl.static_range(RANK + 1, RANK + RANKS):
+                    place = tl.load(buffers + rank % RANKS) - own + here + RANK * PROGRAMS * REGION
+                    place = tl.multiple_of(place // ITEM + SUMS, 64)
+                    sums = region + place + (offsets - begin)
+                    tl.store(sums, total.to(item), mask=inside & (limit > 0))
+        if step > 1:
+            start -= PIECE
+            end, part = _part(start, last, PIECE, RANKS, ALIGNED, BLOCK)
+            for rank in tl.static_range(RANK + 1, RANK + RANKS):
+                came = tl.multiple_of((before + rank % RANKS * PROGRAMS * REGION) // ITEM + SUMS, 64)
+                begin = tl.multiple_of(start + rank % RANKS * part, BLOCK)
+                upto = tl.multiple_of(tl.minimum(begin + part, end), ALIGNED)
+                for at in range(begin, upto, BLOCK):
+                    offsets = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
+                    inside = offsets < upto
+                    value = tl.load(region + came + (offsets - begin), mask=inside, cache_modifier=".cg")
+                    tl.store(x + offsets, value, mask=inside)
+        if step < rounds:
+            limit = _step(buffers, round, failed, told, limit, RANK, RANKS, PROGRAMS, THREADS)
+    tl.store(counters + program, round - 1)
+
+
+@triton.jit
+def _part(start, last, PIECE: tl.constexpr, RANKS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the piece that starts there ends, and how many of its numbers each rank sums."""
+    end = tl.maximum(tl.minimum(start + PIECE, last), start)
+    return tl.multiple_of(end, ALIGNED), tl.cdiv(end - start, RANKS * BLOCK) * BLOCK
 
 
 class Exchange:
@@ -287,10 +293,13 @@ class Exchange:
         """Enqueues x [rows, n] of all ranks -> out [rows, ranks * n] of rank 0; others' is not written."""
         self._launch(x, out, x.shape[1], False)
 
-    @staticmethod
-    def takes(rows: int, columns: int) -> bool:
-        """Whether `sum_norm` does."""
-        return 0 < rows <= ROWS and columns % 8 == 0 and columns <= 2 * WORDS
+    def takes(self, rows: int, columns: int) -> bool:
+        """Whether `sum_norm` does, and in less time than `sum` and a norm."""
+        return (
+            0 < rows <= (ROWS if self._ranks == 2 else TWO_SHOT_ROWS[1])
+            and columns % 8 == 0
+            and columns <= 2 * WORDS
+        )
 
     def sum_norm(
         self,
@@ -309,7 +318,7 @@ class Exchange:
         words = columns // 2
         block = triton.next_power_of_2(words)
         warps = min(8, max(1, block // 256))
-        _sum_norm[(rows,)](
+        sum_norm[(rows,)](
             residual.view(torch.int32),
             parts,
             weight.view(torch.int32),
@@ -329,6 +338,7 @@ class Exchange:
             STRIDE=WORDS,
             WORDS=words,
             BLOCK=block,
+            TWO=self._ranks > 2 and rows >= TWO_SHOT_ROWS[0],
             PARTS=count,
             BIAS=bias is not None,
             DTYPE=tl.bfloat16 if residual.dtype == torch.bfloat16 else tl.float16,
@@ -342,31 +352,29 @@ class Exchange:
         count, item = x.numel(), x.element_size()
         if not count:
             return
-        block = min(_BLOCK, triton.next_power_of_2(triton.cdiv(count, PROGRAMS)))
+        two = total and self._ranks > 2 and count * item * self._ranks > ONE_SHOT_BYTES
+        sharers = self._ranks if two else 1
+        block = min(_BLOCK, triton.next_power_of_2(triton.cdiv(count, PROGRAMS * sharers)))
         block = max(block, 1024)
-        span = triton.cdiv(triton.cdiv(count, PROGRAMS), block) * block
-        _exchange[(triton.cdiv(count, span),)](
-            x,
-            out,
-            self._buffer.view(x.dtype),
-            self._buffers,
-            self._counters,
-            self._failed,
-            self._told.data_ptr(),
-            count,
-            width,
-            span,
-            self._limit,
-            RANK=self._rank,
-            RANKS=self._ranks,
-            PROGRAMS=PROGRAMS,
-            HEADER=_header(self._ranks),
-            REGION=REGION_BYTES,
-            ITEM=item,
-            SUM=total,
-            FLOAT=x.is_floating_point(),
-            ALIGNED=16 if count % 16 == 0 else 1,
-            BLOCK=block,
-            num_warps=max(4, block // 512),
-            num_stages=1,
-        )
+        span = triton.cdiv(triton.cdiv(count, PROGRAMS), block * sharers) * block * sharers
+        warps = max(4, block // 512)
+        shared = (self._buffers, self._counters, self._failed, self._told.data_ptr(), count)
+        options = {
+            "RANK": self._rank,
+            "RANKS": self._ranks,
+            "PROGRAMS": PROGRAMS,
+            "HEADER": _header(self._ranks),
+            "REGION": REGION_BYTES,
+            "ITEM": item,
+            "FLOAT": x.is_floating_point(),
+            "ALIGNED": 16 if count % 16 == 0 else 1,
+            "BLOCK": block,
+            "THREADS": 32 * warps,
+            "num_warps": warps,
+            "num_stages": 1,
+        }
+        region, grid = self._buffer.view(x.dtype), (triton.cdiv(count, span),)
+        if two:
+            _sum_in_two[grid](x, region, *shared, span, self._limit, **options)
+        else:
+            _exchange[grid](x, out, region, *shared, width, span, self._limit, SUM=total, **options)
