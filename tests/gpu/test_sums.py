@@ -23,11 +23,11 @@ SIZES = [
 ]
 """Where the ranks are, and how many."""
 COLUMNS = 512
-ROWS = 1, 7, 23, 24, 25, 64, 127, 128, 129, 256, 3
+ROWS = 1, 7, 47, 48, 49, 64, 127, 128, 129, 256, 3
 """Around `TWO_SHOT_ROWS`."""
 COUNTS = {
-    torch.bfloat16: (1, 1000, 349_525, 349_526, 2**18, 2**18 + 1, 2**18 + 8, 100, 2**23 + 16, 4096),
-    torch.float32: (2**17 + 3, 2**20),
+    torch.bfloat16: (1, 1000, 699_050, 699_051, 2**19, 2**19 + 1, 2**19 + 8, 100, 2**23 + 16, 4096),
+    torch.float32: (2**18 + 3, 2**20),
     torch.int64: (4096, 2**21 + 1),
 }
 """Around `ONE_SHOT_BYTES`, and of more than one piece."""
