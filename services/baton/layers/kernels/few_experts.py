@@ -230,7 +230,8 @@ def gate_up_one(
     weights = torch.empty(1, top_k, dtype=torch.float32, device=x.device)
     chosen = torch.empty(1, top_k, dtype=torch.int32, device=x.device)
     out = torch.empty(top_k + _count(shared, experts), experts.inner, dtype=x.dtype, device=x.device)
-    how = block, ONE_GATE_UP, pdl
+    usual = ONE_GATE_UP_8 if experts.matrices()[0].scaled else ONE_GATE_UP
+    how = block, usual, pdl
     _launch_gate_up(x, norm, eps, logits, router, experts, shared, chosen, weights, out, *how)
     return out, weights, chosen
 
@@ -369,6 +370,7 @@ def down(
 
 
 ONE_GATE_UP: Block = (8, 512, 4, 1)
+ONE_GATE_UP_8: Block = (8, 256, 1, 3)
 FEW_GATE_UP: Block = (1, 1024, 8, 1)
 ONE_DOWN: DownBlock = (1, 2, 1024, 4, 1)
 ONE_DOWN_8: DownBlock = (4, 2, 256, 4, 2)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 from baton.layers.experts import Router
 
@@ -73,6 +73,48 @@ def _ranked(
     return rank, score
 
 
+def _best(values: int) -> str:
+    """Of keys that a warp's lanes hold, so many each ($1 and following), the number of the best one after as
+    many others as the last operand says. Keys are numbered from lane to lane; of equal ones the first is
+    better. A round is two instructions across the warp, where `tl.max` would take ten and shared memory."""
+    keys = [f"k{place}" for place in range(values)]
+    lines = [f".reg .b32 {', '.join(keys)}, first, best, own, left;", ".reg .pred p;"]
+    lines += [f"mov.b32 {key}, ${place + 1};" for place, key in enumerate(keys)]
+    lines += [f"mov.b32 left, ${values + 1};", "mov.u32 first, %laneid;"]
+    lines += [f"mul.lo.u32 first, first, {values};", "again_${:uid}:", "mov.b32 best, k0;"]
+    lines += [f"max.s32 best, best, {key};" for key in keys[1:]]
+    lines += ["redux.sync.max.s32 best, best, 0xffffffff;", "mov.b32 $0, 0x7fffffff;"]
+    for place, key in reversed(list(enumerate(keys))):
+        lines += [f"setp.eq.s32 p, {key}, best;", f"@p add.s32 $0, first, {place};"]
+    lines += ["redux.sync.min.s32 $0, $0, 0xffffffff;", "sub.s32 own, $0, first;"]
+    for place, key in enumerate(keys):
+        lines += [f"setp.eq.s32 p, own, {place};", f"@p mov.b32 {key}, 0x80000000;"]
+    lines += ["sub.s32 left, left, 1;", "setp.ge.s32 p, left, 0;", "@p bra again_${:uid};"]
+    return "\n".join(["{", *lines, "}"])
+
+
+_BEST = tl.constexpr({values: _best(values) for values in (1, 2, 4, 8, 16, 32)})
+
+
+@triton.jit
+def _key(logits, correction, e, EXPERTS: tl.constexpr, CORRECTION: tl.constexpr):
+    """By what an expert is chosen, as an integer in the same order. A score rises with its logit."""
+    key = tl.load(logits + e, mask=e < EXPERTS, other=0.0)
+    if CORRECTION:
+        key = 1 / (1 + tl.exp(-key)) + tl.load(correction + e, mask=e < EXPERTS, other=0.0)
+    bits = key.to(tl.int32, bitcast=True)
+    return tl.where(e < EXPERTS, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -(2**31))
+
+
+@triton.jit
+def _nth(keys, place, VALUES: tl.constexpr, EXPERTS: tl.constexpr):
+    """`_best` of every warp: the expert after `place` better ones."""
+    constraints: tl.constexpr = "=&r" + ",r" * (VALUES + 1)
+    keys += (tl.zeros_like(keys[0]) + place,)
+    found = tl.inline_asm_elementwise(_BEST[VALUES], constraints, keys, tl.int32, True, 1)
+    return tl.minimum(tl.max(found, 0), EXPERTS - 1)
+
+
 @triton.jit
 def chosen_expert(
     logits,
@@ -90,21 +132,28 @@ def chosen_expert(
     CORRECTION: tl.constexpr,
 ):
     """The expert of a token's choice `pair`, counted from the best one; `store`: it and its weight are
-    written. A program finds its own by `pair` + 1 maxima: ranks of all would take longer than its product."""
-    score, key = _keyed(logits, logits, correction, EXPERTS, 1, EXPERTS, BLOCK, SIGMOID, False, CORRECTION)
-    # Integers in the keys' order, of equal ones the first expert's the larger.
-    bits = key.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32
-    ordered = ordered | (BLOCK - 1 - tl.arange(0, BLOCK)).to(tl.int64)
-    best = tl.max(ordered, 0)
-    for _better in range(tl.minimum(pair, TOP_K - 1)):
-        ordered = tl.where(ordered == best, -(2**63), ordered)
-        best = tl.max(ordered, 0)
-    expert = tl.minimum(BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32), EXPERTS - 1)
+    written. Each warp finds it by itself."""
+    tl.static_assert(SIGMOID or not CORRECTION)
+    values: tl.constexpr = max(BLOCK // 32, 1)
+    lane = tl.arange(0, num_threads()) % 32
+    keys = ()
+    for place in tl.static_range(values):
+        keys += (_key(logits, correction, lane * values + place, EXPERTS, CORRECTION),)  # type: ignore[assignment]
+    expert = _nth(keys, tl.minimum(pair, TOP_K - 1), values, EXPERTS)
     if store:
-        _rank, score = _ranked(score, key, BLOCK, TOP_K, SIGMOID, RENORMALIZE)
+        score, _ = _keyed(logits, logits, correction, EXPERTS, 1, EXPERTS, BLOCK, SIGMOID, False, False)
+        e = tl.arange(0, BLOCK)
+        weight = tl.sum(tl.where(e == expert, score, 0.0), 0) * scale
+        if RENORMALIZE:
+            last = _nth(keys, TOP_K - 1, values, EXPERTS)
+            key = _key(logits, correction, e, EXPERTS, CORRECTION)
+            least = tl.max(tl.where(e == last, key, -(2**31)), 0)
+            chosen = (key > least) | ((key == least) & (e <= last))
+            weight /= tl.sum(tl.where(chosen, score, 0.0), 0) + 1e-20
+        elif not SIGMOID:
+            weight /= tl.sum(score, 0)
         tl.store(experts + pair, expert)
-        tl.store(weights + pair, tl.sum(tl.where(tl.arange(0, BLOCK) == expert, score, 0.0), 0) * scale)
+        tl.store(weights + pair, weight)
     return expert
 
 
