@@ -32,9 +32,10 @@ class InOrder(ThreadCommunicator):
     """A `layers.shard.DeviceCommunicator`. All ranks use one stream, which keeps the order."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
-        from baton.layers.kernels.exchange import Exchange, buffer_bytes
+        from baton.layers.kernels.exchange import ROWS, TWO_SHOT_ROWS, Exchange, buffer_bytes
 
         super().__init__(group, rank)
+        self._most_rows = ROWS if group.size == 2 else TWO_SHOT_ROWS[1]
         buffer = torch.zeros(buffer_bytes(1), dtype=torch.uint8, device=CUDA)
         told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._alone = Exchange(0, buffer, torch.tensor([buffer.data_ptr()], device=CUDA), told, 1.0)
@@ -62,7 +63,7 @@ class InOrder(ThreadCommunicator):
         if bias is not None:
             own = own + bias
         total = self.all_reduce(own.to(residual.dtype))
-        if self._alone.takes(*residual.shape):
+        if self._alone.takes(*residual.shape) and len(residual) <= self._most_rows:
             self._alone.sum_norm(residual, total[None], weight, out, eps, None)
         else:
             from baton.layers.kernels.gemm import add_norm

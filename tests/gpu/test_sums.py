@@ -1,4 +1,4 @@
-"""Sums of more than two ranks, which are processes, in one shot and two."""
+"""Sums of ranks, which are processes, in one shot and two."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from baton.layers.shard import Shard
 from baton.ranks.communicator import Rendezvous, meet_on_gpus
 
 SIZES = [
+    pytest.param("cuda:0", 2, id="one-gpu-2"),
     pytest.param("cuda:0", 3, id="one-gpu-3"),
     pytest.param("cuda:0", 4, id="one-gpu-4"),
     pytest.param(
@@ -22,7 +23,8 @@ SIZES = [
     ),
 ]
 """Where the ranks are, and how many."""
-COLUMNS = 512
+COLUMNS = 512, 7168, 8192
+"""Some with words that are masked, and as many as there may be."""
 ROWS = 1, 7, 47, 48, 49, 64, 127, 128, 129, 256, 3
 """Around `TWO_SHOT_ROWS`."""
 COUNTS = {
@@ -56,18 +58,18 @@ def rank_of(rank: int, ranks: int, place: str, folder: Path) -> None:
             found += part
         return found.to(dtype)
 
-    weight = torch.ones(COLUMNS, device=device, dtype=torch.bfloat16)
     calls = [(dtype, count) for dtype, counts in COUNTS.items() for count in counts]
     for turn, (dtype, count) in enumerate(calls):
         given = parts(count, dtype=dtype)
         assert torch.equal(own.all_reduce(given[rank].clone()), total(given)), (rank, count, dtype)
-        rows = ROWS[turn % len(ROWS)]
-        given = parts(rows, COLUMNS, dtype=torch.bfloat16)
-        residual, *_ = parts(rows, COLUMNS, dtype=torch.bfloat16)
+        rows, columns = ROWS[turn % len(ROWS)], COLUMNS[turn % len(COLUMNS)]
+        weight = torch.ones(columns, device=device, dtype=torch.bfloat16)
+        given = parts(rows, columns, dtype=torch.bfloat16)
+        residual, *_ = parts(rows, columns, dtype=torch.bfloat16)
         want, out = residual + total(given), torch.empty_like(residual)
         own.add_norm(residual, given[rank].float()[None], weight, out, 1e-6)
-        assert torch.equal(residual, want), (rank, rows)
-        torch.testing.assert_close(out, torch.nn.functional.rms_norm(want, (COLUMNS,), weight, 1e-6))
+        assert torch.equal(residual, want), (rank, rows, columns)
+        torch.testing.assert_close(out, torch.nn.functional.rms_norm(want, (columns,), weight, 1e-6))
         gathered = own.gather(given[rank])
         assert rank or torch.equal(gathered, torch.cat(given, 1)), (rank, rows)
     own.check()

@@ -27,7 +27,7 @@ from baton.layers.kernels.sum_norm import now, sum_norm
 PROGRAMS = 64
 """At most: they wait for one another, so all must fit on a GPU at the same time."""
 REGION_BYTES = 2**18
-"""What a program takes from each rank in a round."""
+"""What a program takes from each rank in a step; in two shots one half for parts, one for sums."""
 ROWS = 256
 """Of `sum_norm` at most; each is a program's."""
 WORDS = 4096
@@ -41,7 +41,7 @@ _BLOCK = 8192
 
 
 def _header(ranks: int) -> int:
-    """Bytes of the flags: of each rank and program, int64, the number of its last round."""
+    """Bytes of the flags: of each rank and program, int64, the number of its last step."""
     return -(-8 * ranks * PROGRAMS // 512) * 512
 
 
@@ -295,9 +295,9 @@ class Exchange:
         self._launch(x, out, x.shape[1], False)
 
     def takes(self, rows: int, columns: int) -> bool:
-        """Whether `sum_norm` does, and in less time than `sum` and a norm."""
+        """Whether `sum_norm` does, and with two or four ranks in less time than `sum` and a norm."""
         return (
-            0 < rows <= (ROWS if self._ranks == 2 else TWO_SHOT_ROWS[1])
+            0 < rows <= (ROWS if self._ranks <= 2 else TWO_SHOT_ROWS[1])
             and columns % 8 == 0
             and columns <= 2 * WORDS
         )

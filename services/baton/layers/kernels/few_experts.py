@@ -223,9 +223,9 @@ def gate_up_one(
     block: Block | None = None,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Chooses the experts of one token x [1, hidden] by scores `logits` [1, experts]; gate and up of each,
-    activated and multiplied, of x normalized with `norm` [hidden]. -> inner [top_k + shared, inner], weights
-    float32 and experts int32 [1, top_k]. The router has no groups. `shared`: see `joins`."""
+    """Chooses the experts of one token x [1, hidden] by scores `logits` float32 [1, experts]; gate and up of
+    each, activated and multiplied, of x normalized with `norm` [hidden]. -> inner [top_k + shared, inner],
+    weights float32 and experts int32 [1, top_k]. The router has no groups. `shared`: see `joins`."""
     top_k = router.routing.top_k
     weights = torch.empty(1, top_k, dtype=torch.float32, device=x.device)
     chosen = torch.empty(1, top_k, dtype=torch.int32, device=x.device)

@@ -76,7 +76,7 @@ def _ranked(
 def _best(values: int) -> str:
     """Of keys that a warp's lanes hold, so many each ($1 and following), the number of the best one after as
     many others as the last operand says. Keys are numbered from lane to lane; of equal ones the first is
-    better. A round is two instructions across the warp, where `tl.max` would take ten and shared memory."""
+    better. A round is two instructions across the warp; `tl.max` would take ten and shared memory."""
     keys = [f"k{place}" for place in range(values)]
     lines = [f".reg .b32 {', '.join(keys)}, first, best, own, left;", ".reg .pred p;"]
     lines += [f"mov.b32 {key}, ${place + 1};" for place, key in enumerate(keys)]
@@ -97,11 +97,14 @@ _BEST = tl.constexpr({values: _best(values) for values in (1, 2, 4, 8, 16, 32)})
 
 
 @triton.jit
-def _key(logits, correction, e, EXPERTS: tl.constexpr, CORRECTION: tl.constexpr):
-    """By what an expert is chosen, as an integer in the same order. A score rises with its logit."""
-    key = tl.load(logits + e, mask=e < EXPERTS, other=0.0)
+def _key(logits, correction, e, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, CORRECTION: tl.constexpr):
+    """By what an expert is chosen, as an integer in the same order. With softmax that is the logit, float32:
+    it decides between equal scores, too."""
+    key = tl.load(logits + e, mask=e < EXPERTS, other=0.0) + 0.0  # -0.0 is no other number than 0.0
+    if SIGMOID:
+        key = 1 / (1 + tl.exp(-key))
     if CORRECTION:
-        key = 1 / (1 + tl.exp(-key)) + tl.load(correction + e, mask=e < EXPERTS, other=0.0)
+        key += tl.load(correction + e, mask=e < EXPERTS, other=0.0)
     bits = key.to(tl.int32, bitcast=True)
     return tl.where(e < EXPERTS, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -(2**31))
 
@@ -132,13 +135,13 @@ def chosen_expert(
     CORRECTION: tl.constexpr,
 ):
     """The expert of a token's choice `pair`, counted from the best one; `store`: it and its weight are
-    written. Each warp finds it by itself."""
+    written. `logits`: float32. Each warp finds it by itself."""
     tl.static_assert(SIGMOID or not CORRECTION)
     values: tl.constexpr = max(BLOCK // 32, 1)
     lane = tl.arange(0, num_threads()) % 32
     keys = ()
     for place in tl.static_range(values):
-        keys += (_key(logits, correction, lane * values + place, EXPERTS, CORRECTION),)  # type: ignore[assignment]
+        keys += (_key(logits, correction, lane * values + place, EXPERTS, SIGMOID, CORRECTION),)  # type: ignore[assignment]
     expert = _nth(keys, tl.minimum(pair, TOP_K - 1), values, EXPERTS)
     if store:
         score, _ = _keyed(logits, logits, correction, EXPERTS, 1, EXPERTS, BLOCK, SIGMOID, False, False)
@@ -146,7 +149,7 @@ def chosen_expert(
         weight = tl.sum(tl.where(e == expert, score, 0.0), 0) * scale
         if RENORMALIZE:
             last = _nth(keys, TOP_K - 1, values, EXPERTS)
-            key = _key(logits, correction, e, EXPERTS, CORRECTION)
+            key = _key(logits, correction, e, EXPERTS, SIGMOID, CORRECTION)
             least = tl.max(tl.where(e == last, key, -(2**31)), 0)
             chosen = (key > least) | ((key == least) & (e <= last))
             weight /= tl.sum(tl.where(chosen, score, 0.0), 0) + 1e-20
