@@ -24,7 +24,6 @@ from baton.config import NodeConfig
 from baton.rpc.address import is_loopback, is_loopback_address
 from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, Options, open_channel
 from baton.rpc.errors import BatonError, OnRefused, failed_precondition, refusing, unauthenticated
-from baton.rpc.logs import get_logger
 
 MAX_BYTES = 2**20
 
@@ -68,8 +67,6 @@ def _unusable(message: str) -> BatonError:
 HEADER = "baton-cluster-secret"
 MIN_SECRET_CHARACTERS = 16
 REMEDY = "--cluster-cert, --cluster-key and --cluster-ca (mutual TLS), or --cluster-secret-in-clear"
-
-_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +146,9 @@ class Cluster:
         if not self.secret:
             return ()
         if not (encrypted or self.secret_in_clear or is_loopback_address(address)):
-            _log.warning("cluster secret not sent in clear", address=address, give=REMEDY)
+            from baton.rpc.logs import get_logger  # here: `baton health`, which logs nothing, starts sooner
+
+            get_logger().warning("cluster secret not sent in clear", address=address, give=REMEDY)
             return ()
         return ((HEADER, self.secret),)
 
