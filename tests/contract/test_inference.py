@@ -222,6 +222,7 @@ async def test_unattributable_messages_are_rejected_and_end_nothing():
 
 
 NAN = float("nan")
+CONTINUED = {"messages": [{"role": "assistant", "content": "x"}], "continue_final_message": True}
 BAD = [
     ({}, "prompt"),
     ({"tokens": {}}, "tokens.token_ids"),
@@ -240,6 +241,7 @@ BAD = [
     ({"text": "x", "timeout_ms": 0}, "timeout_ms"),
     ({"text": "x", "timeout_ms": 10**9}, "timeout_ms"),
     ({"text": "x", "session": "s", "n": 2}, "n"),
+    ({"chat": CONTINUED, "session": "s"}, "chat.continue_final_message"),
     ({"text": "x", "sampling": {"temperature": -1}}, "sampling.temperature"),
     ({"text": "x", "sampling": {"temperature": NAN}}, "sampling.temperature"),
     ({"text": "x", "sampling": {"top_p": 0}}, "sampling.top_p"),

@@ -107,6 +107,22 @@ async def test_an_agent_sends_back_what_it_got():
         await say(rig, node, text="Snow.", finish=STOP)
         second = await post(rig, {**ASK, "tools": [TOOL], "messages": history})
         assert second.json()["content"][0]["text"], second.text
+        with_calls = await post(rig, {**ASK, "tools": [TOOL], "messages": history[:2]})
+        assert (with_calls.status_code, with_calls.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_an_answer_goes_on_with_the_assistants_last_message():
+    async with ScriptedDecode(silent) as node, gateway(node) as rig:
+        await say(rig, node, text=" fine.", finish=STOP)
+        asked = {
+            "model": "scripted",
+            "messages": [*ASK["messages"], {"role": "assistant", "content": "I am"}],
+        }
+        answer = (await post(rig, {**ASK, **asked})).json()
+        prompt = list(node.starts[-1].token_ids)
+        assert rig.text(prompt).endswith("<|im_start|>assistant\nI am")
+        assert answer["content"][0]["text"] == " fine" and answer["role"] == "assistant"
+        assert (await post(rig, asked, "messages/count_tokens")).json() == {"input_tokens": len(prompt)}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +134,7 @@ async def test_an_agent_sends_back_what_it_got():
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "assistant"),
-        ({"messages": [*ASK["messages"], {"role": "assistant", "content": "The"}]}, "not gone on with"),
+        ({"messages": [*ASK["messages"], {"role": "assistant", "content": " "}]}, "no text to go on with"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name is 'g'"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name is"),

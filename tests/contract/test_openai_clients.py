@@ -83,8 +83,39 @@ async def test_what_is_not_there_may_be_switched_off():
         response = await rig.plain.post("/v1/completions", json={**COMPLETION, **off})
         assert ignored(response) == set()
         off["continue_final_message"] = False
+        off |= {"add_generation_prompt": True, "continue_final_message": False}
         response = await rig.plain.post("/v1/chat/completions", json={**CHAT, **off})
         assert ignored(response) == set()
+
+
+async def test_an_answer_that_goes_on_with_the_last_message():
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "The answer is"}]
+    body = {**CHAT, "messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    async with api(say=" fine") as rig:
+        response = await rig.plain.post("/v1/chat/completions", json=body)
+        assert ignored(response) == set()
+        assert response.json()["choices"][0]["message"]["content"] == " fine"
+        prompt = list(rig.decode.starts[-1].token_ids)
+        assert rig.text(prompt).endswith("<|im_start|>assistant\nThe answer is")
+        asked = {key: body[key] for key in ("messages", "continue_final_message")}
+        assert (await rig.plain.post("/tokenize", json=asked)).json()["tokens"] == prompt
+        response = await rig.plain.post("/v1/chat/completions", json={**CHAT, "add_generation_prompt": False})
+        assert rig.text(rig.decode.starts[-1].token_ids).endswith("<|im_end|>\n")
+        for wrong in {"add_generation_prompt": True}, {"messages": CHAT["messages"]}:
+            response = await rig.plain.post("/v1/chat/completions", json={**body, **wrong})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "continue_final_message"), error
+            assert error["message"].startswith("continue_final_message")
+
+
+async def test_an_answer_that_goes_on_does_not_begin_with_reasoning():
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "{"}]
+    formed = {**CHAT, "response_format": {"type": "json_object"}}
+    async with api(say="fine", config={"reasoning_parser": "think"}) as rig:
+        for body in formed, {**formed, "messages": begun, "continue_final_message": True}:
+            assert (await rig.plain.post("/v1/chat/completions", json=body)).status_code == 200
+        grammars = [start.sampling.grammar.WhichOneof("kind") for start in rig.decode.starts]
+        assert grammars == ["lark", "json_object"]
 
 
 async def test_a_history_as_clients_send_it():

@@ -127,6 +127,30 @@ async def test_chat(service, reference):
         assert list(result.token_ids) == reference(rendered, add_special_tokens=False)["input_ids"]
 
 
+async def test_a_final_message_that_is_continued(service, reference):
+    # Special tokens that it names stay text, as elsewhere.
+    messages = [("user", TEXT), ("assistant", "Let me see: <|im_end|> is")]
+    as_dicts = [{"role": role, "content": content} for role, content in messages]
+    rendered = reference.apply_chat_template(as_dicts, tokenize=False, continue_final_message=True)
+    assert rendered.endswith("<|im_end|> is")
+    for given in {}, {"add_generation_prompt": False}:
+        (result,) = await service.encode(chat(*messages, continue_final_message=True, **given))
+        assert result.rendered == rendered
+        begun = reference(rendered, add_special_tokens=False)["input_ids"]
+        assert begun.count(reference.eos_token_id) == list(result.token_ids).count(reference.eos_token_id) + 1
+    call = tokenizer_pb2.ToolCall(name="f")
+    calling = chat(("user", "x"), ("assistant", "y"), continue_final_message=True)
+    calling.chat.messages[1].tool_calls.append(call)
+    wrong = [
+        chat(*messages, continue_final_message=True, add_generation_prompt=True),
+        chat(("user", "x"), continue_final_message=True),
+        chat(("user", "x"), ("assistant", " \n"), continue_final_message=True),
+        calling,
+    ]
+    fields = [from_status(result.error).field for result in await service.encode(*wrong)]
+    assert fields == [f"inputs[{index}].chat.continue_final_message" for index in range(4)]
+
+
 async def test_each_input_fails_by_itself(service):
     results = await service.encode(
         EncodeInput(text="fine"),

@@ -46,6 +46,9 @@ def check_start(
     _check_options(start, config)
     if len(start.session) > MAX_NAME_CHARACTERS:
         raise invalid("session", f"session must have at most {MAX_NAME_CHARACTERS} characters")
+    if start.session and start.chat.continue_final_message:
+        text = "chat.continue_final_message: not in a session, which keeps its messages as they are"
+        raise invalid("chat.continue_final_message", text)
 
 
 def check_embed(

@@ -218,8 +218,8 @@ def messages_start(request: MessagesRequest) -> inference_pb2.GenerateStart:
     _set_format(request, sampling)
     check_sampling(sampling, None)
     start.chat.CopyFrom(chat_prompt(request))
-    if request.messages[-1].role == "assistant":
-        text = "messages: the last one is the assistant's, and is not gone on with here: end with a user's"
+    if request.messages[-1].role == "assistant" and not start.chat.continue_final_message:
+        text = "messages: the last one is the assistant's, and has no text to go on with, or calls a tool"
         raise invalid_value("messages", text)
     return start
 
@@ -241,6 +241,10 @@ def chat_prompt(request: CountRequest) -> tokenizer_pb2.ChatPrompt:
         chat.messages.add(role="system", content=_text(request.system))
     for index, message in enumerate(request.messages):
         _add_message(chat, message, f"messages[{index}]")
+    last = chat.messages[-1]
+    chat.continue_final_message = (
+        last.role == "assistant" and bool(last.content.strip()) and not last.tool_calls
+    )
     for tool in request.tools or ():
         made = chat.tools.add(name=tool.name, description=tool.description)
         made.parameters = json.dumps(tool.input_schema, ensure_ascii=False)

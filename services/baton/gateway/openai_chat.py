@@ -169,7 +169,6 @@ class ChatRequest(CommonRequest):
         "audio": "is not supported: answers are text",
         "web_search_options": "is not supported: give a tool that searches",
         "chat_template": "is not supported: the model's own is used",
-        "continue_final_message": "is not supported: an answer begins a message of its own",
     }
 
     messages: Elements[Message]
@@ -185,6 +184,8 @@ class ChatRequest(CommonRequest):
     # Beyond OpenAI's.
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     reasoning: Reasoning | None = None
 
 
@@ -207,6 +208,7 @@ def chat_start(request: ChatRequest) -> inference_pb2.GenerateStart:
     chat.SetInParent()
     add_messages(chat, request.messages)
     add_tools(chat, request.tools or ())
+    set_end(chat, request.add_generation_prompt, request.continue_final_message)
     _choose(request, chat)
     _template_arguments(request, chat)
     return start
@@ -262,6 +264,14 @@ def add_tools(chat: tokenizer_pb2.ChatPrompt, tools: Sequence[Tool]) -> None:
             made.parameters = json.dumps(function.parameters, ensure_ascii=False)
         if function.strict is not None:
             made.strict = function.strict
+
+
+def set_end(
+    chat: tokenizer_pb2.ChatPrompt, add_generation_prompt: bool | None, continue_final_message: bool
+) -> None:
+    if add_generation_prompt is not None:
+        chat.add_generation_prompt = add_generation_prompt
+    chat.continue_final_message = continue_final_message
 
 
 _MODES = {

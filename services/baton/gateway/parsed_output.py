@@ -98,7 +98,7 @@ class OutputParsers:
             raise invalid("chat.tools", text)
         end = rendered.rstrip()
         self._opened = end.endswith(("<think>", "[THINK]"))
-        over = end.endswith(("</think>", "[/THINK]"))
+        over = end.endswith(("</think>", "[/THINK]")) or (chat.continue_final_message and not self._opened)
         self._reasons = model.reasoning_format in REASONING_PARSERS and not over
         self._chat = chat
         single = chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from baton.gateway.admission import check_model
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_requests import BodyReader, name_ignored, to_json, unread_arguments
-from baton.gateway.openai_chat import Message, Tool, add_messages, add_template_arguments, add_tools
+from baton.gateway.openai_chat import Message, Tool, add_messages, add_template_arguments, add_tools, set_end
 from baton.gateway.openai_errors import invalid_value
 from baton.gateway.openai_fields import Elements, Strict, TokenId
 from baton.gateway.recorded_calls import recorded_call
@@ -31,7 +31,6 @@ class TokenizeRequest(Strict):
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "chat_template": "is not supported: the model's own is used",
-        "continue_final_message": "is not supported: an answer begins a message of its own",
     }
 
     model: str = ""
@@ -39,6 +38,7 @@ class TokenizeRequest(Strict):
     messages: Elements[Message] | None = None
     tools: Elements[Tool] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
@@ -57,7 +57,7 @@ def tokenize_start(body: TokenizeRequest) -> list[inference_pb2.GenerateStart]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid_value("prompt", "give one of prompt and messages")
     if body.messages is None:
-        for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name) is not None:
                 raise invalid_value(name, f"{name} goes with messages only")
         start.text = body.prompt or ""
@@ -67,8 +67,7 @@ def tokenize_start(body: TokenizeRequest) -> list[inference_pb2.GenerateStart]:
     add_messages(chat, body.messages)
     add_tools(chat, body.tools or ())
     add_template_arguments(chat, body.chat_template_kwargs or {})
-    if body.add_generation_prompt is not None:
-        chat.add_generation_prompt = body.add_generation_prompt
+    set_end(chat, body.add_generation_prompt, bool(body.continue_final_message))
     return [start]
 
 

@@ -77,6 +77,8 @@ def read(chat: tokenizer_pb2.ChatPrompt, name: str, *, developer: bool = False) 
         _message(message, f"{name}.messages[{index}]", calls, developer)
         for index, message in enumerate(chat.messages)
     ]
+    if chat.continue_final_message:
+        _check_continued(chat, f"{name}.continue_final_message")
     shown = chat.tool_choice.mode != tokenizer_pb2.ToolChoice.MODE_NONE
     tools = _tools(chat, name)
     arguments = json_format.MessageToDict(chat.template_arguments)
@@ -120,6 +122,15 @@ def _message(
         if not message.name and message.tool_call_id in calls:
             made["name"] = calls[message.tool_call_id]
     return made
+
+
+def _check_continued(chat: tokenizer_pb2.ChatPrompt, field: str) -> None:
+    if chat.add_generation_prompt:
+        raise invalid(field, f"{field} needs add_generation_prompt to be false or absent")
+    last = chat.messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.content.strip():
+        text = f"{field}: the last message must be of role 'assistant', with text and without tool calls"
+        raise invalid(field, text)
 
 
 def _call(call: tokenizer_pb2.ToolCall, name: str, calls: dict[str, str]) -> dict[str, Value]:

@@ -68,8 +68,12 @@ class HFTokenizer:
             source = source.get("tool_use") or source.get("default")
         return str(source or "")
 
-    def render(self, conversation: Conversation, add_generation_prompt: bool) -> Rendered:
+    def render(
+        self, conversation: Conversation, add_generation_prompt: bool, continue_final_message: bool = False
+    ) -> Rendered:
         """A conversation, by the model's template in Jinja's sandbox.
+
+        continue_final_message: the text ends with that of the last message.
 
         Raises NoChatTemplate, or TemplateFailed.
         """
@@ -82,6 +86,7 @@ class HFTokenizer:
                 tools=[dict(tool) for tool in conversation.tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 **conversation.arguments,
             )
             return text
@@ -104,7 +109,7 @@ class HFTokenizer:
                     raise
                 return attempt(conversation.with_text_arguments())
         except Exception as error:  # anything that the template may raise: it is the checkpoint's code
-            raise TemplateFailed(" ".join(str(error).split()) or type(error).__name__) from error
+            raise TemplateFailed(_one_line(error)) from error
 
     def encode_chats(self, rendered: Sequence[Rendered], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each."""

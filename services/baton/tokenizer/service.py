@@ -309,9 +309,10 @@ def encode_all(
 
 def _render(tokenizer: HFTokenizer, chat: tokenizer_pb2.ChatPrompt, field: str) -> Rendered:
     conversation = read(chat, field, developer="developer" in tokenizer.template)
-    start_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    given = chat.HasField("add_generation_prompt")
+    start_answer = chat.add_generation_prompt if given else not chat.continue_final_message
     try:
-        return tokenizer.render(conversation, start_answer)
+        return tokenizer.render(conversation, start_answer, chat.continue_final_message)
     except NoChatTemplate:
         raise failed_precondition("the model has no chat template; send text", "NO_CHAT_TEMPLATE") from None
     except TemplateFailed as error:
