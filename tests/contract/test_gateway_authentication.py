@@ -120,7 +120,8 @@ async def test_what_stays_open_tells_nothing(tmp_path):
             info = await node.GetInfo(node_pb2.GetInfoRequest(), metadata=((HEADER, SECRET),))
             assert info.peers
         async with httpx.AsyncClient(base_url=rig.http, trust_env=False) as http:
-            assert (await http.get("/health")).json() == {"status": "serving"}
+            for path in ("/health", "/ping"):
+                assert (await http.get(path)).json() == {"status": "serving"}
             for path in ("/v1/models", "/openapi.json", "/docs", "/nowhere"):
                 assert (await http.get(path)).status_code == 401
             for key in (None, ALICE, SECRET[:-1] + "x"):

@@ -143,6 +143,26 @@ async def test_stop_string():
     async with api(say="one two three") as rig:
         answer = await rig.openai.completions.create(model=MODEL, prompt="x", stop="o th", max_tokens=50)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one tw", "stop")
+        assert answer.choices[0].stop_reason == "o th"
+
+
+async def test_what_stopped_each_choice():
+    async with api(say="one two three", finish=STOP) as rig:
+        last = rig.ids[-1]
+        for more, reason in ({"stop": ["tw"]}, "tw"), ({"stop_token_ids": [7, last]}, last), ({}, None):
+            for n in 1, 2:
+                body = {**CHAT, **more, "n": n, "max_tokens": 50}
+                answer = (await rig.plain.post("/v1/chat/completions", json=body)).json()
+                assert [each["stop_reason"] for each in answer["choices"]] == [reason] * n
+                answer = await rig.plain.post("/v1/chat/completions", json={**body, "stream": True})
+                lines = answer.text.split("\n\n")[:-2]
+                choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+                ended = [each for each in choices if each["finish_reason"]]
+                assert [each["stop_reason"] for each in ended] == [reason] * n
+        rig.decode.script = saying(*([id] for id in rig.ids), finish=LENGTH)
+        body = {**CHAT, "stop_token_ids": [last]}  # before min_tokens, say
+        answer = (await rig.plain.post("/v1/chat/completions", json=body)).json()["choices"][0]
+        assert (answer["finish_reason"], answer["stop_reason"]) == ("length", None)
 
 
 async def test_logprobs():

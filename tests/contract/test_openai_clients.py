@@ -80,12 +80,15 @@ async def test_an_explicit_null_is_absence():
 async def test_what_is_not_there_may_be_switched_off():
     async with api(say="fine") as rig:
         off = {"use_beam_search": False, "include_stop_str_in_output": False, "bad_words": []}
+        off |= {"skip_special_tokens": True, "spaces_between_special_tokens": True}
         response = await rig.plain.post("/v1/completions", json={**COMPLETION, **off})
-        assert ignored(response) == set()
+        assert ignored(response) == {"spaces_between_special_tokens"}
+        shown = await rig.plain.post("/v1/completions", json={**COMPLETION, "skip_special_tokens": False})
+        assert (shown.status_code, shown.json()["error"]["param"]) == (400, "skip_special_tokens")
         off["continue_final_message"] = False
-        off |= {"add_generation_prompt": True, "continue_final_message": False}
+        off |= {"add_generation_prompt": True, "separate_reasoning": True}
         response = await rig.plain.post("/v1/chat/completions", json={**CHAT, **off})
-        assert ignored(response) == set()
+        assert ignored(response) == {"spaces_between_special_tokens"}
 
 
 async def test_an_answer_that_goes_on_with_the_last_message():

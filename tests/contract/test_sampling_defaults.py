@@ -43,11 +43,12 @@ async def test_they_hold_over_grpc_and_http(tmp_path):
         await stream.until_end()
         await stream.start("b", text="x", sampling=common_pb2.SamplingParams(temperature=0))
         await stream.until_end("b")
-        body = {"model": "scripted", "prompt": "x", "top_k": 0}
-        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        for value in 0, -1:
+            body = {"model": "scripted", "prompt": "x", "top_k": value}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
         sent = [start.sampling for start in node.starts]
-        assert [round(each.temperature, 6) for each in sent] == [0.6, 0, 0.6]
-        assert [each.top_k for each in sent] == [20, 20, 0]
+        assert [round(each.temperature, 6) for each in sent] == [0.6, 0, 0.6, 0.6]
+        assert [each.top_k for each in sent] == [20, 20, 0, 0]
         assert not sent[0].HasField("min_p") and not sent[0].HasField("repetition_penalty")
         (model,) = (await http.get("/v1/models")).json()["data"]
         assert model["default_sampling"] == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from baton.gateway.images import IMAGE, PART, ImageBlock, image_or_part
 from baton.gateway.openai_chat import EFFORTS
 from baton.gateway.openai_errors import invalid_value
-from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
+from baton.gateway.openai_fields import Elements, Int64, Strict, TopK
 from baton.rpc.validate import check_sampling
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
@@ -186,7 +186,7 @@ class MessagesRequest(CountRequest):
     stop_sequences: Elements[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int32 | None = None
+    top_k: TopK | None = None
 
 
 _MODES = {

@@ -121,6 +121,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     add_responses(app, gateway, bodies)
     add_tokens(app, gateway, bodies)
 
+    @app.api_route("/ping", methods=READ)  # SageMaker's name of it
     @app.api_route("/health", methods=READ)
     async def health() -> Response:
         info = gateway.info()

@@ -17,8 +17,8 @@ from baton.rpc.authentication import bearer
 from baton.rpc.errors import BatonError
 from baton.rpc.http_server import authorization
 
-PUBLIC_PATHS = ("/health",)
-"""With API keys, /health only says whether requests are served."""
+PUBLIC_PATHS = ("/health", "/ping")
+"""With API keys, they only say whether requests are served."""
 METRICS_PATH = "/metrics"
 OPERATOR_PATHS = (TRACES_PATH,)
 

@@ -50,6 +50,13 @@ class RequestBatch:
         """The id of an accepted prompt's first token."""
         return self._requests[prompt].log.prompt_ids[0]
 
+    def stop_matched(self, index: int, stop_token_ids: Sequence[int]) -> str | int | None:
+        """What ended choice `index` over all prompts: a stop string, one of the tokens, or something else."""
+        choice = self._requests[index // self.n].log.choices[index % self.n]
+        if choice.ended_early:
+            return choice.stop_matched or None
+        return choice.token_ids[-1] if choice.token_ids[-1] in stop_token_ids else None
+
     @property
     def name(self) -> str:
         return self._requests[0].name
@@ -137,6 +144,8 @@ class Answer(ABC):
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[list[common_pb2.PositionLogprobs]] = [[] for _ in range(choices)]
         self._finish: list[str | None] = [None] * choices
+        self._stop_token_ids = request.stop_token_ids or ()
+        self._job = job
         self._prompt_tokens = job.prompt_tokens
         self._output_tokens = self._cached_tokens = self._reasoning_tokens = self._resumed = 0
 
@@ -153,7 +162,10 @@ class Answer(ABC):
         logprobs = self._format_logprobs(index, delta.logprobs) if delta.logprobs else None
         finish = _FINISH.get(delta.finish_reason)
         part = self._part(index, delta)
-        return [self.chunk([{"index": index, **part, "logprobs": logprobs, "finish_reason": finish}])]
+        choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
+        if finish:
+            choice["stop_reason"] = self._stop_reason(index, finish)
+        return [self.chunk([choice])]
 
     def add_end(self, finished: inference_pb2.Finished) -> None:
         """One of the answer's prompts has finished."""
@@ -189,7 +201,13 @@ class Answer(ABC):
             **self._complete(index, "".join(self._texts[index])),
             "logprobs": self._format_logprobs(index, logprobs) if logprobs else None,
             "finish_reason": self._finish[index],
+            "stop_reason": self._stop_reason(index, self._finish[index]),
         }
+
+    def _stop_reason(self, index: int, finish: str | None) -> str | int | None:
+        if finish == "length":
+            return None
+        return self._job.stop_matched(index, self._stop_token_ids)
 
     def _logprobs_of(self, index: int) -> list[common_pb2.PositionLogprobs]:
         return self._logprobs[index]

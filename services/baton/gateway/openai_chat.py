@@ -169,6 +169,8 @@ class ChatRequest(CommonRequest):
         "audio": "is not supported: answers are text",
         "web_search_options": "is not supported: give a tool that searches",
         "chat_template": "is not supported: the model's own is used",
+        "add_special_tokens": "is not supported: the template brings its own",
+        "echo": "is not supported: an answer is what the model adds",
     }
 
     messages: Elements[Message]
@@ -186,6 +188,8 @@ class ChatRequest(CommonRequest):
     enable_thinking: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    include_reasoning: Literal[True] | None = None
+    separate_reasoning: Literal[True] | None = None
     reasoning: Reasoning | None = None
 
 

@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TopK = Annotated[Int32, AfterValidator(lambda value: 0 if value == -1 else value)]
+"""-1 is all tokens to vLLM and SGLang, as 0 is here."""
 T = TypeVar("T")
 Elements = Annotated[list[T], Field(fail_fast=True)]
 """A list whose validation stops at the first wrong element."""

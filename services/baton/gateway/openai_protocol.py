@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from baton.gateway.openai_errors import GRAMMAR_PARAM, invalid_value
-from baton.gateway.openai_fields import Elements, Int32, Int64, Seed, Strict, TokenId
+from baton.gateway.openai_fields import Elements, Int32, Int64, Seed, Strict, TokenId, TopK
 from baton.rpc.validate import check_sampling
 from baton.v1 import common_pb2, inference_pb2
 
@@ -51,12 +51,16 @@ OTHER_SERVERS = {
     "guided_regex": "is structured_outputs.regex here",
     "guided_choice": "is structured_outputs.choice here",
     "guided_grammar": "is structured_outputs.grammar here, in Lark's syntax",
+    "json_schema": "is structured_outputs.json here",
     "regex": "is structured_outputs.regex here",
     "ebnf": "is structured_outputs.grammar here, in Lark's syntax",
     "bad_words": "is not supported: give logit_bias",
     "include_stop_str_in_output": "is not supported: the text ends before the stop string",
+    "no_stop_trim": "is not supported: the text ends before the stop string",
+    "truncate_prompt_tokens": "is not supported: a prompt that is too long is refused",
     "use_beam_search": "is not supported: tokens are sampled",
     "return_token_ids": "is not supported: gRPC has include_token_ids",
+    "return_tokens_as_token_ids": "is not supported: gRPC has include_token_ids",
 }
 """Fields of vLLM and SGLang."""
 
@@ -68,6 +72,9 @@ COMMON_HINTS = {
     "service_tier": "there is one",
     "prompt_cache_key": "every prompt finds what is cached of it",
     "prompt_cache_retention": "pages are kept as long as there is room",
+    "spaces_between_special_tokens": "special tokens have no text",
+    "length_penalty": "is of beam search",
+    "early_stopping": "is of beam search",
 }
 
 
@@ -89,12 +96,13 @@ class CommonRequest(Strict):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     # Beyond OpenAI's.
-    top_k: Int32 | None = None
+    top_k: TopK | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Int64 | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Elements[TokenId] | None = None
+    skip_special_tokens: Literal[True] | None = None
     priority: Int32 | None = None
     resume: bool | None = None
     cache_salt: str | None = None

@@ -38,6 +38,12 @@ _POSTS: dict[str, tuple[type[BaseModel], str, str]] = {
     "/detokenize": (DetokenizeRequest, "The text of token ids.", "tokens"),
 }
 """Path to the model of its body, a summary, and a tag."""
+_ALIASES = {
+    "/score": "/v1/score",
+    "/rerank": "/v1/rerank",
+    "/v2/rerank": "/v1/rerank",
+    "/ping": "/health",
+}
 _STREAMS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _GETS = {
     "/v1/models": ("Models that are served.", "OpenAI"),
@@ -112,6 +118,7 @@ def document() -> Json:
         paths[path] = {"post": operation}
     for path, (summary, tag) in _GETS.items():
         paths[path] = {"get": _operation(summary, tag, path)}
+    paths |= {alias: paths[path] for alias, path in _ALIASES.items()}
     metrics = paths["/metrics"]["get"]["responses"]["200"]
     metrics["content"] = {"text/plain": {"schema": {"type": "string"}}}
     paths["/traces"]["get"]["parameters"] = [

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from baton.gateway.openai_chat import Reasoning
 from baton.gateway.openai_errors import ApiError, invalid_value
-from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
+from baton.gateway.openai_fields import Elements, Int64, Strict, TopK
 from baton.gateway.responses_items import InputItem, ReasoningItem, input_messages
 from baton.rpc.validate import check_sampling
 from baton.v1 import inference_pb2, tokenizer_pb2
@@ -121,7 +121,7 @@ class ResponsesRequest(Conversation):
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     # Beyond OpenAI's.
-    top_k: Int32 | None = None
+    top_k: TopK | None = None
 
     @property
     def functions(self) -> list[FunctionTool]:

@@ -81,6 +81,7 @@ def add_scores(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             raise _of_pair(error, pairs) from None
         return job.name, scores, tokens
 
+    @app.post("/score")
     @app.post("/v1/score")
     async def scores(request: Request) -> Response:
         body = await bodies.read(request, ScoreRequest, score_pairs)
@@ -90,6 +91,8 @@ def add_scores(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         answer = {"id": f"score-{name}", "object": "list", "model": body.request.model, "data": data}
         return name_ignored(JSONResponse({**answer, "usage": usage}), body.ignored)
 
+    @app.post("/rerank")
+    @app.post("/v2/rerank")
     @app.post("/v1/rerank")
     async def rerank(request: Request) -> Response:
         body = await bodies.read(request, RerankRequest, rerank_pairs)
