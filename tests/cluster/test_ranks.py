@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -204,13 +205,15 @@ if {moment!r} == "loading":
         time.sleep(60)
     ranks.Ranks.loaded = loaded
 engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), {incarnation}, "decode")
+if {moment!r} == "ending slowly":
+    engine.ranks.followers.channels[1].close()
 print(engine.ranks.followers.processes[1].pid, flush=True)
 time.sleep(60)
 """
 INCARNATION = 0x7A9D52
 
 
-@pytest.mark.parametrize("moment", ["loading", "idle", "stopped"])
+@pytest.mark.parametrize("moment", ["loading", "idle", "stopped", "ending slowly"])
 def test_a_killed_rank_0_leaves_nothing(moment, tmp_path):
     """Neither a follower, be it stopped, nor files: its pool is removed by the follower."""
 
@@ -230,6 +233,8 @@ def test_a_killed_rank_0_leaves_nothing(moment, tmp_path):
             assert follower.name() == NAME and len(segments()) == (moment != "loading")
             if moment == "stopped":
                 follower.suspend()
+            if moment == "ending slowly":
+                time.sleep(2)  # as a driver that releases a GPU's memory
         finally:
             rank_0.kill()
             rank_0.wait()

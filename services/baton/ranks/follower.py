@@ -32,6 +32,8 @@ PARENT_SECONDS = 0.1
 """How often it is checked whether rank 0 is still there."""
 LOST_SECONDS = 1.0
 """From the end of a connection to that of the rank at its other end."""
+PARENT_LOST_SECONDS = 10.0
+"""The same of a killed parent, whose driver may first release a GPU's memory."""
 
 
 def main(descriptor: int) -> int:
@@ -68,7 +70,8 @@ def main(descriptor: int) -> int:
         follower.run()  # until rank 0 ends, as it was asked
     except (ChannelClosed, CollectiveError) as error:
         log.warning("another rank is lost", error=str(error))
-        time.sleep(LOST_SECONDS)  # if it is rank 0, and has started this process, the other thread ends it
+        # If it is rank 0, and has started this process, the other thread ends it.
+        time.sleep(PARENT_LOST_SECONDS if parent is None else LOST_SECONDS)
         return EXIT_LOST
     except Exception as error:
         log.error("this rank has failed", exc_info=error)
