@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Attention = Literal[
+    "auto",
+    "fa3",
+    "fa3-fixed",
+    "fa3-latent",
+    "flashinfer",
+    "mixed",
+    "torch",
+    "torch-latent",
+    "triton",
+    "triton-latent",
+]
+"""Attention backends; "auto": the best that works."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
@@ -120,9 +134,9 @@ class WorkerConfig(NodeConfig):
     the checkpoint's scales, else 1. All workers of a deployment alike."""
     threads: int = 0
     """Threads of tensor operations on a CPU, of each rank; 0: all cores, divided among the ranks."""
-    prefill_attention: str = "auto"
+    prefill_attention: Attention = "auto"
     """Attention backend for prompts; `baton doctor` lists those that work here."""
-    decode_attention: str = "auto"
+    decode_attention: Attention = "auto"
     """Attention backend for decode rows."""
     step_profile: str = ""
     """File of `baton bench profile`: steps take the time that it says, and compute nothing; tokens mean

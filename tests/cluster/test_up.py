@@ -146,11 +146,11 @@ def test_demo():
 
 
 def test_the_log_that_a_failed_start_names_can_be_read():
-    result = baton("up", "--prefill", "0", "--decode-attention", "none", "--port", "0", "--http-port", "0")
+    result = baton("up", "--prefill", "0", "--memory-fraction", "0", "--port", "0", "--http-port", "0")
     assert result.returncode == 1
     found = re.search(r"decode-0 exited with code 2 .*; its log \((.+)\) ends:", result.stderr)
     assert found is not None, result.stderr
-    assert "attention" in Path(found[1]).read_text()
+    assert "--memory-fraction" in Path(found[1]).read_text()
 
 
 @pytest.mark.parametrize("command", ["up", "verify", "bench serve", "bench offline", "bench step"])

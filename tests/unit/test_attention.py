@@ -231,6 +231,8 @@ def test_resolve():
         NoBackend, match="'torch' does not work on cpu: does not compute attention with latent"
     ):
         resolve("torch", CPU, features=frozenset({"latent"}))
+    with pytest.raises(NoBackend, match="'torch-latent' does not work on cpu: it is for models of latents"):
+        resolve("torch-latent", CPU, features=frozenset({"scale"}))
     with pytest.raises(
         NoBackend, match="known are auto, fa3, fa3-fixed, fa3-latent, flashinfer, mixed, torch, torch-lat"
     ):

@@ -18,7 +18,7 @@ def test_it_needs_a_gpu():
 
 def test_attention_of_another_kind_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("baton.worker.engine.sized", lambda config, device: config)
+    monkeypatch.setattr("baton.worker.checks.sized", lambda config, device: config)
     config = WorkerConfig(
         model="no-such-model",
         device="cuda",

@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from baton.attention.registry import BACKENDS
 from baton.cli.options import ROLES, as_flags, build, config_file_option, config_options, fields_of, given
 from baton.cli.serve import DEFAULT_PORTS, serve
 from baton.cli.up import settings_by_role, up
@@ -273,6 +274,8 @@ def test_up_refuses_a_pool_without_a_page(page: int | None, least: int) -> None:
         ("eviction", EVICTIONS),
         ("policy", SCHEDULING),
         ("transports", KINDS),
+        ("prefill_attention", ("auto", *BACKENDS)),
+        ("decode_attention", ("auto", *BACKENDS)),
         ("routing", ROUTING),
         ("split", MODES),
         ("tool_parser", ("auto", NONE, *TOOL_PARSERS)),

@@ -16,6 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.cli import worker_check
+from baton.cli.up import check_workers
+
 pytestmark = pytest.mark.slow
 
 BATON = (sys.executable, "-m", "baton.cli.main")
@@ -232,3 +235,38 @@ def test_a_model_that_cannot_be_served_is_refused_before_any_process_starts(tmp_
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
     assert "model type `nobodys`" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            "tp = 3",
+            "model 'demo': 4 attention heads cannot be divided among 3 ranks; use --tp with a divisor",
+        ),
+        ("device = 'cuda:99'", "device 'cuda:99'"),
+        ("[prefill]\nprefill_attention = 'torch-latent'", "'torch-latent' does not work on "),
+    ],
+)
+def test_what_a_worker_refuses_is_refused_before_any_process_starts(
+    tmp_path: Path, wrong: str, text: str
+) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(wrong)
+    result = baton("up", "--config", str(file), "--port", "0", "--http-port", "0")
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and text in result.stderr
+
+
+def test_the_demo_model_waits_for_no_check_that_can_only_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a prefill node count that is not started."""
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process is started"))
+    check_workers({"prefill": {"tp": 1, "kv_tokens": 4096}, "decode": {"device": "cpu"}})
+    check_workers({"prefill": {"tp": 3}, "decode": {}}, prefill=0)
+
+
+def test_a_head_in_fp8_is_left_to_the_worker_who_knows_its_device() -> None:
+    head = {"quantize_head": True}
+    worker_check.main(json.dumps([("demo", {**head, "quantization": "fp8"}, False)]))
+    with pytest.raises(SystemExit, match="model 'demo': --quantize-head needs --quantization"):
+        worker_check.main(json.dumps([("demo", head, False)]))

@@ -182,6 +182,7 @@ async def test_a_node_that_cannot_start_leaves_no_ranks(monkeypatch):
     ("wrong", "text"),
     [
         ({"tp": 7}, "cannot be divided among 7 ranks; use --tp with a divisor"),
+        ({"device": "cpu", "decode_attention": "fa3"}, "attention backend 'fa3' does not work on cpu"),
         ({"transports": ("rdma",)}, "--transports: unknown transport 'rdma': use cuda_ipc, shm, nixl, grpc"),
     ],
 )

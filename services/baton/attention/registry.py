@@ -52,7 +52,10 @@ def resolve(
     def problem_of(backend: type[AttentionBackend]) -> str | None:
         if missing := features - backend.features:
             return f"does not compute attention with {', '.join(sorted(missing))}"
-        return backend.available(device, dtype, head_dim)
+        problem = backend.available(device, dtype, head_dim)
+        if problem is None and "latent" in backend.features - features:
+            return "it is for models of latents, and this is none"
+        return problem
 
     if name == "auto":
         reasons: list[str] = []

@@ -22,7 +22,7 @@ from baton.cli.console import explain, progress_bar
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.nodes import ask_deployment
 from baton.cli.options import COUNT, FILE, SIZE, Parsed, fail, given, option, options
-from baton.cli.up import fetch_model, settings_by_role
+from baton.cli.up import check_workers, fetch_model, settings_by_role
 from baton.client import BatonError
 from baton.config import WorkerConfig
 
@@ -110,9 +110,9 @@ report_options = options(
 
 
 def make_plan(values: dict[str, Any], deployed: Deployed) -> DeploymentPlan:
-    """A plan with the engine's flags. Ends the command with one line if there is no such model."""
+    """A plan with the engine's flags. Ends the command with one line if workers would refuse them."""
     settings = settings_by_role(values)
-    fetch_model(settings["decode"])
+    check_workers(settings, deployed.prefill)
     return DeploymentPlan(
         prefill=deployed.prefill, decode=deployed.decode, http_port=None, settings=settings, restart=False
     )
@@ -127,7 +127,7 @@ def engine_config(
     from baton.models.config import ModelError
 
     found = given(WorkerConfig, values)
-    fetch_model(found)
+    fetch_model(found.get("model", "demo"))
     try:
         return WorkerConfig(**{**defaults(found), **found})
     except (CheckpointError, ModelError) as error:

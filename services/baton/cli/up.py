@@ -60,54 +60,46 @@ LEAST_PAGE = 16
 
 
 NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
-CHECK_MODEL = """
-import sys
-from pathlib import Path
-import torch
-from baton.checkpoint import CheckpointError
-from baton.models.config import read_config
-from baton.models.tensor_files import tensor_files
-from baton.models.weight_plan import weight_plan
-
-path, load_format, context_length, implementation, quantization, head = sys.argv[1:]
-path = Path(path)
-try:
-    read_config(path, int(context_length) or None, implementation)
-    if load_format != "dummy":
-        tensor_files(path)
-    weight_plan(path, torch.device("meta"), quantization, head == "True", load_format)
-except CheckpointError as error:
-    sys.exit(str(error))
-"""
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "device": ("auto", "cpu"),
+    "tp": (1,),
+    "ep": (False,),
+    "batch_invariant": (False,),
+    "prefill_attention": ("auto",),
+    "decode_attention": ("auto",),
+}
+"""Values that no worker refuses, the default first. With these alone only the model is checked, and the demo
+model is not: a check takes seconds."""
 
 
-def fetch_model(values: Mapping[str, Any]) -> None:
-    """Resolves the model before any process starts; ends the command with one line if it cannot be served. A
-    download shows its progress once, here."""
+def fetch_model(name: str) -> Path:
+    """Where the model is, which may be fetched from the hub; ends the command with one line if there is none.
+    A download shows its progress once, here."""
     from baton.checkpoint import CheckpointError, resolve
 
-    name = values.get("model")
-    if not name:
-        return
     try:
-        path = resolve(name)
+        return resolve(name)
     except CheckpointError as error:
         fail(str(error), code=2)
-    if name != "demo":
-        # In another process: this one runs as long as the deployment does, and does not load torch.
-        words = (
-            str(path),
-            values.get("load_format") or "auto",
-            str(values.get("context_length") or 0),
-            values.get("model_impl") or "auto",
-            values.get("quantization") or "auto",
-            str(bool(values.get("quantize_head"))),
-        )
-        check = subprocess.run(
-            [sys.executable, "-c", CHECK_MODEL, *words], capture_output=True, text=True, check=False
-        )
-        if check.returncode:
-            fail(f"model {name!r}: {check.stderr.strip().splitlines()[-1]}", code=2)
+
+
+def check_workers(settings: Mapping[str, Mapping[str, Any]], prefill: int = 1) -> None:
+    """Ends the command with one line, before any process starts, if a worker would refuse its model, or what
+    else it is told. settings: by role; prefill: number of prefill nodes."""
+    asked: list[tuple[str, dict[str, Any], bool]] = []
+    for role in ("decode", "prefill") if prefill else ("decode",):
+        fields = {name: value for name, value in settings[role].items() if name in fields_of(WorkerConfig)}
+        model = fields.get("model", "demo")
+        fields["model"] = str(fetch_model(model))
+        more = any(fields.get(name, fine[0]) not in fine for name, fine in HARMLESS.items())
+        if (more or model != "demo") and (model, fields, more) not in asked:
+            asked.append((model, fields, more))
+    if not asked:
+        return
+    command = [sys.executable, "-m", "baton.cli.worker_check", json.dumps(asked)]
+    check = subprocess.run(command, capture_output=True, text=True, check=False)
+    if check.returncode:
+        fail(check.stderr.strip().splitlines()[-1], code=2)
 
 
 def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -331,7 +323,7 @@ def up(
     """
     refuse_variables()
     settings = settings_by_role(values)
-    fetch_model(settings["decode"])
+    check_workers(settings, prefill_nodes)
     default_port, default_http = DEFAULT_PORTS["gateway"]
     plan = DeploymentPlan(
         prefill=prefill_nodes,

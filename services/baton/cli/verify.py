@@ -14,7 +14,7 @@ from rich.console import Console
 from baton.cli.console import Answer, collect_async, progress_bar, run_command, table
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import COUNT, PROCESS, SectionedCommand, config_options, option, options
-from baton.cli.up import fetch_model, settings_by_role
+from baton.cli.up import check_workers, settings_by_role
 from baton.client import AsyncClient, Options
 from baton.config import WorkerConfig
 
@@ -209,7 +209,7 @@ def verify(
       baton verify --against 127.0.0.1:50050
     """
     settings = settings_by_role(values)
-    fetch_model(settings["decode"])
+    check_workers(settings)
     settings["gateway"]["split"] = "always"
     plan = DeploymentPlan(
         prefill=prefill_nodes, decode=decode_nodes, http_port=None, settings=settings, restart=False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from baton.attention.base import AttentionBackend
-from baton.attention.fa3 import FixedFa3Attention
 from baton.attention.registry import NoBackend
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
@@ -23,10 +22,8 @@ from baton.engine.grammar_masks import MaskStats
 from baton.engine.plan import Runner
 from baton.engine.startup_steps import StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
-from baton.engine.waiting_queue import POLICIES
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.eviction import make_policy
 from baton.kvcache.groups import longest
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
 from baton.models.config import ModelError
@@ -50,14 +47,11 @@ from baton.transport import (
     reap_orphans,
 )
 from baton.v1 import common_pb2, node_pb2
+from baton.worker.checks import checked
 from baton.worker.grammars import make_compiler
-from baton.worker.hosts import check_hosts
 from baton.worker.memory import num_pages, run_largest_steps
 from baton.worker.model import (
-    KV_DTYPES,
     attention_of,
-    check_model,
-    device_of,
     dtype_of,
     kv_layout,
     kv_scales,
@@ -65,11 +59,10 @@ from baton.worker.model import (
     model_fingerprint,
     own_part,
     ranks_together,
-    sized,
     use_device,
 )
 from baton.worker.pool import PublishedPool, join_parts, make_pool
-from baton.worker.ranks import Ranks, on_gpus
+from baton.worker.ranks import Ranks
 from baton.worker.runners import make_runner
 
 _log = get_logger()
@@ -151,16 +144,9 @@ def build_engine(
 
 
 def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threading.Event | None) -> Engine:
-    device = device_of(config.device)
-    config = sized(config, device)
-    _check(config)
-    if config.batch_invariant:
-        config = _invariant(config, device)
+    config, device = checked(config)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
-    if config.tp > 1 and device.type != "cpu":
-        device = on_gpus(config, device)
-    check_model(config, device)
     use_device(device)
     ranks = Ranks(config, stopping)
     try:
@@ -281,48 +267,6 @@ def _tuned(runner: Runner[Any], groups: int) -> TunedRunner:
     by_tokens = {f"to_{tokens}": count for tokens, count in tuned.small_steps.items()}
     _log.info("threads measured", **by_tokens, others=tuned.threads)
     return tuned
-
-
-def _check(config: WorkerConfig) -> None:
-    """What would otherwise fail only after the model has been loaded. Raises BatonError."""
-    if config.policy not in POLICIES:
-        raise invalid("policy", f"--policy {config.policy!r} is not known; use {', '.join(POLICIES)}")
-    try:
-        make_policy(config.eviction)
-    except ValueError as error:
-        raise invalid("eviction", f"--eviction: {error}") from error
-    try:
-        check_kinds(config.transports)
-    except ValueError as error:
-        raise invalid("transports", f"--transports: {error}") from error
-    if config.tp < 1:
-        raise invalid("tp", "--tp must be at least 1")
-    if config.ep and config.tp == 1:
-        text = "--ep divides experts among the ranks of --tp: give it 2 or more, or leave out --ep"
-        raise invalid("ep", text)
-    if config.tp > 1 and config.step_profile:
-        raise invalid("tp", "steps of --step-profile compute nothing: leave out --tp")
-    if config.tp > 1 and config.batch_invariant:
-        raise invalid("batch_invariant", "--batch-invariant does not work with --tp; leave one of them out")
-    check_hosts(config)
-    if config.kv_dtype not in KV_DTYPES:
-        raise invalid("kv_dtype", f"--kv-dtype {config.kv_dtype!r} is not known; use {', '.join(KV_DTYPES)}")
-    if not 0.0 < config.memory_fraction <= 1.0:
-        raise invalid("memory_fraction", "--memory-fraction must be above 0 and at most 1")
-    if config.max_rows < 1 or config.token_budget < config.max_rows:
-        rows = f"--max-rows ({config.max_rows})"
-        text = f"--token-budget ({config.token_budget}) must be at least {rows}, and that 1"
-        raise invalid("token_budget", text)
-
-
-def _invariant(config: WorkerConfig, device: torch.device) -> WorkerConfig:
-    """With attention of that kind. Raises BatonError."""
-    if device.type != "cuda":
-        raise failed_precondition(f"--batch-invariant needs an NVIDIA GPU, not {device.type}; leave it out")
-    for name in (config.prefill_attention, config.decode_attention):
-        if name not in ("auto", FixedFa3Attention.name):
-            raise invalid("batch_invariant", f"--batch-invariant excludes attention {name!r}; leave that out")
-    return replace(config, prefill_attention=FixedFa3Attention.name, decode_attention=FixedFa3Attention.name)
 
 
 def _layout_message(

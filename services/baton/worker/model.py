@@ -21,7 +21,7 @@ from baton.layers.shard import ONE_RANK, Communicator, Shard, Span
 from baton.models.config import read_config
 from baton.models.decoder import Model
 from baton.models.kv_scales import read_kv_scales
-from baton.models.loader import fingerprint, kv_shape, load_model, weight_bytes
+from baton.models.loader import declared, fingerprint, kv_shape, load_model, weight_bytes
 from baton.models.weight_plan import weight_plan
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -56,9 +56,13 @@ def sized(config: WorkerConfig, device: torch.device) -> WorkerConfig:
 
 
 def check_model(config: WorkerConfig, device: torch.device) -> None:
-    """Before anything is loaded and other ranks are started. Raises CheckpointError for a model that cannot
-    be divided, BatonError for one whose pages cannot be in FP8."""
-    path = resolve(config.model)
+    """Before anything is loaded and other ranks are started. Raises NoBackend for attention that was asked
+    for and does not work, CheckpointError for a model that cannot be divided, BatonError for one whose pages
+    cannot be in FP8."""
+    path, context = resolve(config.model), config.context_length or None
+    named = {config.prefill_attention, config.decode_attention} != {"auto"}
+    if named and read_config(path, context, config.model_impl).implementation == "baton":
+        attention_of(config, declared(path, dtype_of(config.dtype, device), context), device)
     if config.kv_dtype != "auto" and kv_shape(read_config(path, implementation=config.model_impl)).parts == 1:
         text = "--kv-dtype fp8_e4m3: pages of latents are kept in the model's dtype only; leave it out"
         raise failed_precondition(text)

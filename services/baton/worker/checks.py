@@ -1,0 +1,72 @@
+"""What a worker refuses before it loads anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from baton.config import WorkerConfig
+from baton.engine.waiting_queue import POLICIES
+from baton.kvcache.eviction import make_policy
+from baton.rpc.errors import failed_precondition, invalid
+from baton.transport import check_kinds
+from baton.worker.hosts import check_hosts
+from baton.worker.model import KV_DTYPES, check_model, device_of, sized
+from baton.worker.ranks import on_gpus
+
+
+def checked(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
+    """The configuration with the sizes that suit the device, and rank 0's device. Raises BatonError,
+    CheckpointError or NoBackend for what would otherwise fail only after the model has been loaded."""
+    device = device_of(config.device)
+    config = sized(config, device)
+    _check(config)
+    if config.batch_invariant:
+        config = _invariant(config, device)
+    if config.tp > 1 and device.type != "cpu":
+        device = on_gpus(config, device)
+    check_model(config, device)
+    return config, device
+
+
+def _check(config: WorkerConfig) -> None:
+    """Raises BatonError."""
+    if config.policy not in POLICIES:
+        raise invalid("policy", f"--policy {config.policy!r} is not known; use {', '.join(POLICIES)}")
+    try:
+        make_policy(config.eviction)
+    except ValueError as error:
+        raise invalid("eviction", f"--eviction: {error}") from error
+    try:
+        check_kinds(config.transports)
+    except ValueError as error:
+        raise invalid("transports", f"--transports: {error}") from error
+    if config.tp < 1:
+        raise invalid("tp", "--tp must be at least 1")
+    if config.ep and config.tp == 1:
+        text = "--ep divides experts among the ranks of --tp: give it 2 or more, or leave out --ep"
+        raise invalid("ep", text)
+    if config.tp > 1 and config.step_profile:
+        raise invalid("tp", "steps of --step-profile compute nothing: leave out --tp")
+    if config.tp > 1 and config.batch_invariant:
+        raise invalid("batch_invariant", "--batch-invariant does not work with --tp; leave one of them out")
+    check_hosts(config)
+    if config.kv_dtype not in KV_DTYPES:
+        raise invalid("kv_dtype", f"--kv-dtype {config.kv_dtype!r} is not known; use {', '.join(KV_DTYPES)}")
+    if not 0.0 < config.memory_fraction <= 1.0:
+        raise invalid("memory_fraction", "--memory-fraction must be above 0 and at most 1")
+    if config.max_rows < 1 or config.token_budget < config.max_rows:
+        rows = f"--max-rows ({config.max_rows})"
+        text = f"--token-budget ({config.token_budget}) must be at least {rows}, and that 1"
+        raise invalid("token_budget", text)
+
+
+def _invariant(config: WorkerConfig, device: torch.device) -> WorkerConfig:
+    """With attention of that kind. Raises BatonError."""
+    if device.type != "cuda":
+        raise failed_precondition(f"--batch-invariant needs an NVIDIA GPU, not {device.type}; leave it out")
+    for name in (config.prefill_attention, config.decode_attention):
+        if name not in ("auto", "fa3-fixed"):
+            raise invalid("batch_invariant", f"--batch-invariant excludes attention {name!r}; leave that out")
+    return replace(config, prefill_attention="fa3-fixed", decode_attention="fa3-fixed")
