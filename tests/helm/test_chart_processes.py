@@ -9,8 +9,8 @@ import pytest
 from chart import NAMESPACE, member
 from processes import POD_IP, mounted, relocated, secret_of, settings, variables
 
+from baton.cli.fields import ROLES, fields_of
 from baton.cli.health import health
-from baton.cli.options import ROLES, fields_of
 from baton.discovery.dns import parse_name
 from baton.gateway.authentication import GatewayAuthentication
 from baton.rpc.authentication import Cluster, ClusterAuthentication, check_address

@@ -18,8 +18,8 @@ import trustme
 
 from baton.cli.bench_options import Report
 from baton.cli.doctor import ports
+from baton.cli.fields import ROLES
 from baton.cli.main import COMMANDS, MEASUREMENTS, main
-from baton.cli.options import ROLES
 from baton.demo import model_path
 
 NAMES = [name for section in COMMANDS.values() for name in section]

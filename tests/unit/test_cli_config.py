@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from baton.attention.registry import BACKENDS
-from baton.cli.options import ROLES, as_flags, build, config_file_option, config_options, fields_of, given
+from baton.cli.fields import ROLES, as_flags, build, fields_of, given
+from baton.cli.options import config_file_option, config_options
 from baton.cli.serve import DEFAULT_PORTS, serve
 from baton.cli.up import settings_by_role, up
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, WorkerConfig

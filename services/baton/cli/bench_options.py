@@ -20,8 +20,9 @@ from baton.bench.processes import BenchError
 from baton.bench.workload import Range, Workload
 from baton.cli.console import explain, progress_bar
 from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.cli.fields import given
 from baton.cli.nodes import ask_deployment
-from baton.cli.options import COUNT, FILE, SIZE, Parsed, fail, given, option, options
+from baton.cli.options import COUNT, FILE, SIZE, Parsed, fail, option, options
 from baton.cli.up import check_workers, fetch_model, settings_by_role
 from baton.client import BatonError
 from baton.config import WorkerConfig

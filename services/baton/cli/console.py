@@ -21,7 +21,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from baton.cli.options import fail, fields_of
+from baton.cli.fields import fields_of
+from baton.cli.options import fail
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
 from baton.config import NodeConfig

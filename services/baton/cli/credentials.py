@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from baton.cli import local_secret
-from baton.cli.options import fields_of
+from baton.cli.fields import fields_of
 from baton.config import NodeConfig
 from baton.rpc.access import Access
 from baton.rpc.authentication import Cluster

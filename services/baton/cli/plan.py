@@ -11,6 +11,7 @@ from rich.console import Console
 
 from baton.cli.bench_options import Report, report_options
 from baton.cli.console import UNLIMITED, progress_bar, shown, table
+from baton.cli.fields import fields_of, given
 from baton.cli.options import (
     COUNT,
     SECONDS,
@@ -18,8 +19,6 @@ from baton.cli.options import (
     Parsed,
     SectionedCommand,
     config_options,
-    fields_of,
-    given,
     option,
     options,
     take,

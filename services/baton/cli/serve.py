@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from baton.cli.options import ROLES, SectionedCommand, build, config_file_option, config_options
+from baton.cli.fields import ROLES, build
+from baton.cli.options import SectionedCommand, config_file_option, config_options
 from baton.config import WorkerConfig
 
 GRACE_SECONDS = 5.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from baton.cli.options import ROLES, fields_of
+from baton.cli.fields import ROLES, fields_of
 from baton.rpc.address import join_address
 
 LAST_LINES = 8

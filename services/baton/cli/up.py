@@ -19,21 +19,18 @@ from rich.table import Table
 from baton.cli.console import run_command
 from baton.cli.credentials import reachable
 from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.cli.fields import ROLES, fields_of, given, read_config
 from baton.cli.options import (
     FRACTION,
     HOSTS,
     PROCESS,
-    ROLES,
     NoneOrInt,
     SectionedCommand,
     config_file_option,
     config_options,
     fail,
-    fields_of,
-    given,
     option,
     options,
-    read_config,
 )
 from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.status import default_server

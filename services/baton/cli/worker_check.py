@@ -9,7 +9,7 @@ import sys
 import torch
 
 from baton.checkpoint import CheckpointError, resolve
-from baton.cli.options import build
+from baton.cli.fields import build
 from baton.config import WorkerConfig
 from baton.models.config import read_config
 from baton.models.tensor_files import tensor_files
