@@ -340,8 +340,8 @@ def down(
     if matrix.scaled == "groups":
         four_bit_experts.down(x, experts, weights, chosen, out, add, pdl=pdl)
         return
-    one = ONE_DOWN_8 if matrix.scaled else ONE_DOWN
-    choices, rows, columns, warps, steps = block or (one if len(chosen) == 1 else FEW_DOWN)
+    choices, rows, columns, warps, steps = block or (ONE_DOWN if len(chosen) == 1 else FEW_DOWN)
+    pairs = chosen.shape[1] + _count(shared, experts)
     _down[(triton.cdiv(hidden, rows), len(chosen))](
         x,
         chosen,
@@ -359,7 +359,7 @@ def down(
         TOP_K=chosen.shape[1],
         ADD=add,
         EXPERT_BIAS=experts.down_bias is not None,
-        CHOICES=choices,
+        CHOICES=min(choices, triton.next_power_of_2(pairs)),
         ROWS=rows,
         COLUMNS=columns,
         STEPS=steps,
@@ -372,6 +372,5 @@ def down(
 ONE_GATE_UP: Block = (8, 512, 4, 1)
 ONE_GATE_UP_8: Block = (8, 256, 1, 3)
 FEW_GATE_UP: Block = (1, 1024, 8, 1)
-ONE_DOWN: DownBlock = (1, 2, 1024, 4, 1)
-ONE_DOWN_8: DownBlock = (4, 2, 256, 4, 2)
+ONE_DOWN: DownBlock = (4, 4, 256, 4, 3)
 FEW_DOWN: DownBlock = (1, 8, 256, 4, 1)
