@@ -85,6 +85,9 @@ async def test_what_is_not_there_may_be_switched_off():
         assert ignored(response) == {"spaces_between_special_tokens"}
         shown = await rig.plain.post("/v1/completions", json={**COMPLETION, "skip_special_tokens": False})
         assert (shown.status_code, shown.json()["error"]["param"]) == (400, "skip_special_tokens")
+        for on in {"guided_json": {}}, {"web_search_options": {}}, {"truncate_prompt_tokens": 0}:
+            response = await rig.plain.post("/v1/chat/completions", json={**CHAT, **on})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, *on)
         off["continue_final_message"] = False
         off |= {"add_generation_prompt": True, "separate_reasoning": True}
         response = await rig.plain.post("/v1/chat/completions", json={**CHAT, **off})
@@ -119,6 +122,7 @@ async def test_an_answer_that_goes_on_does_not_begin_with_reasoning():
             assert (await rig.plain.post("/v1/chat/completions", json=body)).status_code == 200
         grammars = [start.sampling.grammar.WhichOneof("kind") for start in rig.decode.starts]
         assert grammars == ["lark", "json_object"]
+
 
 
 async def test_a_history_as_clients_send_it():

@@ -46,7 +46,7 @@ class Strict(BaseModel):
     HINTS: ClassVar[Mapping[str, str]] = {}
     """Fields that are accepted and have no effect here, and why they need none."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Known fields that are refused, unless they are empty or false: what the error says after their name."""
+    """Known fields that are refused, but for false, "" and []: what the error says after their name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -68,6 +68,6 @@ class Strict(BaseModel):
                     info.context.ignored.add(f"{cls.PLACE}.{key}" if cls.PLACE else key)
             elif key not in cls.REFUSED:
                 kept[key] = each
-            elif each not in (False, "", [], {}):
+            elif each is not False and each not in ("", []):  # {} is any JSON, or switches something on
                 raise PydanticCustomError("refused", "{why}", {"field": key, "why": cls.REFUSED[key]})
         return kept
