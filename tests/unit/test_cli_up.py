@@ -265,6 +265,16 @@ def test_the_demo_model_waits_for_no_check_that_can_only_succeed(monkeypatch: py
     check_workers({"prefill": {"tp": 3}, "decode": {}}, prefill=0)
 
 
+def test_a_check_that_is_killed_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SystemExit):
+        check_workers({"prefill": {}, "decode": {"tp": 2}})
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("ended with code 1 and said nothing")
+
+
 def test_a_head_in_fp8_is_left_to_the_worker_who_knows_its_device() -> None:
     head = {"quantize_head": True}
     worker_check.main(json.dumps([("demo", {**head, "quantization": "fp8"}, False)]))

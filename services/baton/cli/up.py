@@ -96,7 +96,8 @@ def check_workers(settings: Mapping[str, Mapping[str, Any]], prefill: int = 1) -
     command = [sys.executable, "-m", "baton.cli.worker_check", json.dumps(asked)]
     check = subprocess.run(command, capture_output=True, text=True, check=False)
     if check.returncode:
-        fail(check.stderr.strip().splitlines()[-1], code=2)
+        ended = [f"the check of the workers ended with code {check.returncode} and said nothing"]
+        fail((check.stderr.strip().splitlines() or ended)[-1], code=2)
 
 
 def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
