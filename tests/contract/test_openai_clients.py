@@ -124,6 +124,16 @@ async def test_an_answer_that_goes_on_does_not_begin_with_reasoning():
         assert grammars == ["lark", "json_object"]
 
 
+async def test_reasoning_that_is_begun_goes_on():
+    begun = {"role": "assistant", "content": "<think>\nLet me"}
+    body = {**CHAT, "messages": [*CHAT["messages"], begun], "continue_final_message": True}
+    async with api(say=" see</think>fine", config={"reasoning_parser": "think"}) as rig:
+        message = (await rig.plain.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+        assert (message["reasoning_content"].strip(), message["content"]) == ("see", "fine")
+        begun["content"] += " see</think>It is"
+        message = (await rig.plain.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+        assert message["content"] == " see</think>fine" and "reasoning_content" not in message
+
 
 async def test_a_history_as_clients_send_it():
     async with api(say="fine", context=512) as rig:

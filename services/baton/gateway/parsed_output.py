@@ -97,8 +97,13 @@ class OutputParsers:
             text = "chat.tools: how this model calls tools is not known; give the gateway --tool-parser"
             raise invalid("chat.tools", text)
         end = rendered.rstrip()
-        self._opened = end.endswith(("<think>", "[THINK]"))
-        over = end.endswith(("</think>", "[/THINK]")) or (chat.continue_final_message and not self._opened)
+        begins, ends = ("<think>", "[THINK]"), ("</think>", "[/THINK]")
+        if chat.continue_final_message:
+            find = chat.messages[-1].content.rfind
+            self._opened = max(map(find, begins)) > max(map(find, ends))
+            over = not self._opened
+        else:
+            self._opened, over = end.endswith(begins), end.endswith(ends)
         self._reasons = model.reasoning_format in REASONING_PARSERS and not over
         self._chat = chat
         single = chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls
