@@ -162,7 +162,8 @@ class WorkerConfig(NodeConfig):
     max_waiting: int = 1024
     """Requests that may wait for admission; more are refused."""
     context_length: int = 0
-    """Tokens of a request at most, prompt and output together; 0: as many as the model was made for."""
+    """Tokens of a request at most, prompt and output together; 0: as many as the model was made for, which is
+    the most."""
     eviction: Literal["lru", "lfu", "fifo", "mru"] = "lru"
     """Which cached pages make room for others: lru (those least recently used), lfu, fifo or mru."""
     policy: Literal["fcfs", "lpm", "priority"] = "fcfs"

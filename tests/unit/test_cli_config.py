@@ -127,6 +127,10 @@ def test_optional_bool_has_three_values() -> None:
         ("max_rows = true", "'max_rows' must be an integer, not True"),
         ("insecure = 1", "'insecure' must be true or false, not 1"),
         ("[decode]\nprefill = [1]", "'decode.prefill' must be a list of strings"),
+        (
+            "prefill = 2",
+            "'prefill' is a list of addresses; the number of nodes is a flag of 'baton up': --prefill",
+        ),
         ("model = demo", "cannot read"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -245,6 +246,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_any_process_starts(tmp_
             "model 'demo': 4 attention heads cannot be divided among 3 ranks; use --tp with a divisor",
         ),
         ("device = 'cuda:99'", "device 'cuda:99'"),
+        ("context_length = 4096", "--context-length must be at most 2048, the model's own, not 4096"),
         ("[prefill]\nprefill_attention = 'torch-latent'", "'torch-latent' does not work on "),
     ],
 )
@@ -273,6 +275,13 @@ def test_a_check_that_is_killed_is_said_in_a_line(
         check_workers({"prefill": {}, "decode": {"tp": 2}})
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith("ended with code 1 and said nothing")
+
+
+def test_a_port_in_use_is_said_before_the_model_is_looked_at(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = baton("up", "--model", str(tmp_path / "none"), "--port", "0", "--http-port", port)
+    assert result.returncode == 2 and "choose another with --http-port" in result.stderr
 
 
 def test_a_head_in_fp8_is_left_to_the_worker_who_knows_its_device() -> None:

@@ -171,6 +171,9 @@ def read_config(path: Path, role: str) -> dict[str, Any]:
     for key, value in content.items():
         if key in ROLES and isinstance(value, dict):
             continue
+        if key in ROLES and isinstance(value, int):
+            text = "is a list of addresses; the number of nodes is a flag of 'baton up'"
+            raise click.UsageError(f"{path}: {key!r} {text}: --{key}")
         # A table's name may also be a field (`prefill` of decode): a list at the top is that field.
         configs = [config for config in ROLES.values() if key in fields_of(config)]
         if not configs:

@@ -64,6 +64,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "batch_invariant": (False,),
     "prefill_attention": ("auto",),
     "decode_attention": ("auto",),
+    "context_length": (0,),
 }
 """Values that no worker refuses, the default first. With these alone only the model is checked, and the demo
 model is not: a check takes seconds."""
@@ -321,7 +322,6 @@ def up(
     """
     refuse_variables()
     settings = settings_by_role(values)
-    check_workers(settings, prefill_nodes)
     default_port, default_http = DEFAULT_PORTS["gateway"]
     plan = DeploymentPlan(
         prefill=prefill_nodes,
@@ -341,5 +341,6 @@ def up(
     check_gateway(plan.host, settings["gateway"])
     check_port(plan.host, plan.port, "--port")
     check_port(plan.host, plan.http_port or 0, "--http-port")
+    check_workers(settings, prefill_nodes)  # last: it takes seconds, and may fetch the model
     console = Output()
     run_command(lambda: _up(plan, console), interrupted=0)

@@ -58,8 +58,12 @@ def sized(config: WorkerConfig, device: torch.device) -> WorkerConfig:
 def check_model(config: WorkerConfig, device: torch.device) -> None:
     """Before anything is loaded and other ranks are started. Raises NoBackend for attention that was asked
     for and does not work, CheckpointError for a model that cannot be divided, BatonError for one whose pages
-    cannot be in FP8."""
+    cannot be in FP8, or whose context is shorter than asked for."""
     path, context = resolve(config.model), config.context_length or None
+    if context is not None and context > (most := read_config(path, None, config.model_impl).context_length):
+        raise invalid(
+            "context_length", f"--context-length must be at most {most}, the model's own, not {context}"
+        )
     named = {config.prefill_attention, config.decode_attention} != {"auto"}
     if named and read_config(path, context, config.model_impl).implementation == "baton":
         attention_of(config, declared(path, dtype_of(config.dtype, device), context), device)
