@@ -189,6 +189,11 @@ def test_a_shape_without_weights_is_served_and_measured(tmp_path):
         (["serve", "--prompt-tokens", "9-3"], "smaller number first"),
         (["serve", "--json", "/no-such-folder/x.json"], "/no-such-folder"),
         (["offline", "--engine", "--server", "x:1"], "give one of them"),
+        (
+            ["serve", "--server", "x:1", "--kv-tokens", "64"],
+            "--kv-tokens is for a deployment that is started",
+        ),
+        (["offline", "--server", "x:1", "--decode", "2"], "--decode is for a deployment that is started"),
         (["step", "--batch", "1,x"], "whole numbers"),
     ],
 )

@@ -20,7 +20,7 @@ from baton.bench.processes import BenchError
 from baton.bench.workload import Range, Workload
 from baton.cli.console import explain, progress_bar
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.fields import given
+from baton.cli.fields import fields_of, given
 from baton.cli.nodes import ask_deployment
 from baton.cli.options import COUNT, FILE, SIZE, Parsed, fail, option, options
 from baton.cli.up import check_workers, fetch_model, settings_by_role
@@ -111,7 +111,15 @@ report_options = options(
 
 
 def make_plan(values: dict[str, Any], deployed: Deployed) -> DeploymentPlan:
-    """A plan with the engine's flags. Ends the command with one line if workers would refuse them."""
+    """A plan with the engine's flags. Ends the command with one line if workers would refuse them, or if some
+    are given although a running deployment is measured."""
+    ctx = click.get_current_context()
+    for name in ("prefill", "decode", *fields_of(WorkerConfig)):
+        if deployed.server and ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = "--" + name.replace("_", "-")
+            raise click.UsageError(
+                f"{flag} is for a deployment that is started; --server names one that runs"
+            )
     settings = settings_by_role(values)
     check_workers(settings, deployed.prefill)
     return DeploymentPlan(
