@@ -95,7 +95,8 @@ def check_workers(settings: Mapping[str, Mapping[str, Any]], prefill: int = 1) -
     if not asked:
         return
     command = [sys.executable, "-m", "baton.cli.worker_check", json.dumps(asked)]
-    check = subprocess.run(command, capture_output=True, text=True, check=False)
+    with Console(stderr=True).status("Checking the model"):
+        check = subprocess.run(command, capture_output=True, text=True, check=False)
     if check.returncode:
         ended = [f"the check of the workers ended with code {check.returncode} and said nothing"]
         fail((check.stderr.strip().splitlines() or ended)[-1], code=2)
