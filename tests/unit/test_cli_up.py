@@ -277,6 +277,20 @@ def test_a_check_that_is_killed_is_said_in_a_line(
     assert line.endswith("ended with code 1 and said nothing")
 
 
+def test_a_check_that_hangs_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(hangs))
+    monkeypatch.setattr("baton.cli.up.CHECK_SECONDS", 0.2)
+    with pytest.raises(SystemExit):
+        check_workers({"prefill": {}, "decode": {"tp": 2}})
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("has not ended after 0.2 s")
+
+
 def test_a_port_in_use_is_said_before_the_model_is_looked_at(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -57,6 +57,8 @@ LEAST_PAGE = 16
 
 
 NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
+CHECK_SECONDS = 300
+"""Of a check, which takes about 5 s where torch has been read before."""
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu"),
     "tp": (1,),
@@ -96,7 +98,10 @@ def check_workers(settings: Mapping[str, Mapping[str, Any]], prefill: int = 1) -
         return
     command = [sys.executable, "-m", "baton.cli.worker_check", json.dumps(asked)]
     with Console(stderr=True).status("Checking the model"):
-        check = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            check = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
+        except subprocess.TimeoutExpired:
+            fail(f"the check of the workers has not ended after {CHECK_SECONDS} s", code=2)
     if check.returncode:
         ended = [f"the check of the workers ended with code {check.returncode} and said nothing"]
         fail((check.stderr.strip().splitlines() or ended)[-1], code=2)

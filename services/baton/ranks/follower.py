@@ -33,7 +33,7 @@ PARENT_SECONDS = 0.1
 LOST_SECONDS = 1.0
 """From the end of a connection to that of the rank at its other end."""
 PARENT_LOST_SECONDS = 10.0
-"""The same of a killed parent, whose driver may first release a GPU's memory."""
+"""The same where the other end is the parent: if it was killed, a driver may first release a GPU's memory."""
 
 
 def main(descriptor: int) -> int:
@@ -71,7 +71,8 @@ def main(descriptor: int) -> int:
     except (ChannelClosed, CollectiveError) as error:
         log.warning("another rank is lost", error=str(error))
         # If it is rank 0, and has started this process, the other thread ends it.
-        time.sleep(PARENT_LOST_SECONDS if parent is None else LOST_SECONDS)
+        ending = parent is None and isinstance(error, ChannelClosed)
+        time.sleep(PARENT_LOST_SECONDS if ending else LOST_SECONDS)
         return EXIT_LOST
     except Exception as error:
         log.error("this rank has failed", exc_info=error)
