@@ -33,8 +33,8 @@ KBIT = 1500
 DELAY_SECONDS, LOSS = 0.020, 0.01
 PULLED_BYTES = 100_000
 STREAMED = 128
-STREAM_KBIT = 64
-"""Tokens of a step take some 20 ms over such a cable."""
+STREAM_KBIT = 16
+"""So that streams last: 2 s after the first row they still flow. At 64 they had ended after 1 s."""
 BATCHES = 3
 NOTICED_SECONDS = 60.0
 """A request that a cut has hit has gone on, and ended, by then; it takes some 8 s where nothing else runs."""
