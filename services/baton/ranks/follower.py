@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -29,7 +30,7 @@ from baton.ranks.followers import (
 from baton.ranks.hosts import JoinError
 
 PARENT_SECONDS = 0.1
-"""How often it is checked whether rank 0 is still there."""
+"""How often it is checked whether rank 0 is still there, where its end cannot be waited for."""
 LOST_SECONDS = 1.0
 """From the end of a connection to that of the rank at its other end."""
 PARENT_LOST_SECONDS = 10.0
@@ -91,13 +92,28 @@ def _tell(channel: Channel, error: Exception) -> None:
 
 def _end_with(parent: int, left: Sequence[Callable[[], object]]) -> None:
     """Also ends a process that hangs in a collective. `left`: what removes what rank 0 has left."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
+    wait_for_end(parent)
     try:
         for remove in left:
             remove()
     finally:
         os._exit(EXIT_LOST)
+
+
+def wait_for_end(parent: int) -> None:
+    """Until the last thread of this process's parent has ended, whose files are closed then. They may not be
+    when the parent has become another: threads that have ended do not wait for one whose driver still
+    releases a GPU's memory."""
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    except OSError:  # not in gVisor
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        return
+    select.select([descriptor], [], [])
+    os.close(descriptor)
 
 
 if __name__ == "__main__":
