@@ -398,6 +398,7 @@ def test_pages_are_handed_off_between_different_numbers_of_ranks(workers):
 
 @pytest.mark.parametrize("killed", ["follower", "rank 0"])
 def test_a_worker_ends_with_one_of_its_ranks(workers, killed):
+    """Beside nothing else that takes memory of the GPU: what is back is seen in what is free."""
     worker = workers.decode[1]
     told = worker.info().ranks
     second = "cuda:1" if workers.place == "cuda" else "cuda:0"
