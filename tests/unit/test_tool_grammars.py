@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from baton.demo import model_path
+from baton.gateway.parsed_output import ParsedOutput
 from baton.gateway.parsers import deepseek
 from baton.gateway.parsers.reader import Call, Text
 from baton.gateway.parsers.registry import TOOL_PARSERS, make_parser
+from baton.gateway.token_log import ChoiceLog
 from baton.gateway.tool_grammars import constrain
 from baton.grammar.base import GrammarError, GrammarSpec
 from baton.grammar.llguidance import LlguidanceBackend
 from baton.rpc.errors import BatonError
 from baton.tokenizer import hf
-from baton.v1.common_pb2 import Grammar, SamplingParams
+from baton.v1.common_pb2 import FINISH_REASON_STOP, Grammar, SamplingParams
 from baton.v1.tokenizer_pb2 import ChatPrompt, Tool, ToolChoice
 
 SCHEMA = {
@@ -42,6 +44,7 @@ def marked(tmp_path_factory):
     source = json.loads((model_path() / "tokenizer.json").read_text())
     config = json.loads((model_path() / "config.json").read_text())
     marks = {mark for parser in TOOL_PARSERS.values() for mark in parser.SPECIAL} - {"</tool_call>"}
+    marks |= {"<think>", "</think>"}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for id, mark in enumerate(sorted(marks), config["vocab_size"]):
         source["added_tokens"].append({"id": id, "content": mark, "special": True, **flags})
@@ -150,6 +153,41 @@ def test_calls_and_answers_come_after_the_reasoning(backend, tokenizer):
     answer = grammar(tokenizer, reasoning="think", mode="AUTO", tools=[], answer=schema)
     assert accepts(backend, tokenizer, answer, '<think>x</think>{"unit": "f"}')
     assert not accepts(backend, tokenizer, answer, "<think>x</think>f")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_reasoning_ends_where_its_parser_ends_it(tokenizer, marked, special):
+    used = marked if special else tokenizer
+    backend, either = backend_of(used), grammar(used, reasoning="think")
+    opened = grammar(used, reasoning="think", opened=True)
+    assert accepts(backend, used, either, f"<think>a [/THINK] b</think>\n\n{CALL}")
+    assert accepts(backend, used, either, f"[THINK]a </think> b[/THINK]{CALL}") is not special
+    assert accepts(backend, used, opened, f"a[/THINK]{CALL}")
+    for wrong in (f"[THINK]a</think>{CALL}", f"<think>a[/THINK]{CALL}"):
+        assert not accepts(backend, used, either, wrong)
+    # A mark that is spelled, letter by letter, is a mark to the parser.
+    for made, begin in ((opened, "a"), (either, "<think>a")):
+        assert not accepts(backend, used, made, begin, [*"</think>", "b", f"</think>{CALL}"])
+
+
+def test_no_end_of_the_analysis_is_spelled(marked):
+    backend, made = backend_of(marked), grammar(marked, "gpt_oss", "gpt_oss")
+    begin, end = "<|channel|>analysis<|message|>so", "<|end|><|start|>assistant"
+    call = written("gpt_oss", True, '{"unit": "c"}')
+    assert accepts(backend, marked, made, begin, ["<|en", f"{end}{call}"])
+    assert not accepts(backend, marked, made, begin, [*end, "b", f"{end}{call}"])
+
+
+@pytest.mark.parametrize("form", [each for each in TOOL_PARSERS if each != "gpt_oss"])
+def test_calls_after_the_reasoning_of_which_marks_are_special_tokens(marked, form):
+    parser = make_parser(form, "think", {tool.name: tool.parameters for tool in TOOLS}, opened=True)
+    log = ChoiceLog(0, (), 0)
+    log.begin(marked.vocabulary, [], ParsedOutput(parser, 0))
+    call = written(form, True, '{"unit": "c"}')
+    log.push(marked.encode([f"so</think>{call}<|endoftext|>"], False)[0], (), FINISH_REASON_STOP)
+    delta = log.take("", True).delta
+    assert (delta.reasoning, delta.text) == ("so", "")
+    assert [json.loads(call.arguments) for call in delta.tool_calls] == [{"unit": "c"}]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from baton.gateway.parsers.gpt_oss import GPT_OSS_MARKS
 from baton.gateway.parsers.hermes import CLOSE, OPEN
 from baton.gateway.parsers.llama import WholeAnswer
 from baton.gateway.parsers.registry import TOOL_PARSERS
+from baton.gateway.parsers.think import Think
 from baton.rpc.errors import invalid
 from baton.rpc.validate import MAX_GRAMMAR_BYTES
 from baton.tokenizer.vocabulary import Vocabulary
@@ -28,7 +29,6 @@ MAX_CALLS = 16
 """In an answer that must call tools."""
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
 """Between the tokens of a JSON text; without a limit some models write spaces for ever."""
-_ANY = "/(?s:.*)/"
 
 
 def constrain(
@@ -102,19 +102,21 @@ class _Writer:
         if not reasons:
             return ["start: body", *lines]
         if gpt_oss:
-            thought = self._mark("<|channel|>", "analysis", "<|message|>")
-            end = self._mark("<|end|>", "<|start|>", "assistant")
-            return [f"start: (thought {end})? body", f"thought: {thought} {_ANY}", *lines]
-        lines += self._thought("</think>", "[/THINK]")
-        begin = "" if opened else f"({self._mark('<think>')} | {self._mark('[THINK]')}) "
-        return [f"start: ({begin}thought SPACE?){'' if opened else '?'} body", *lines, r"SPACE: /\s{1,8}/"]
+            read, more = self._up_to("thought", "<|end|>", GPT_OSS_MARKS)
+            thought = f"{self._mark('<|channel|>', 'analysis', '<|message|>')} {read}"
+            return [f"start: ({thought} {self._mark('<|start|>', 'assistant')})? body", *lines, *more]
+        thought, more = self._reasoning(opened)
+        return [f"start: ({thought} SPACE?){'' if opened else '?'} body", *lines, *more, r"SPACE: /\s{1,8}/"]
 
-    def _thought(self, *ends: str) -> list[str]:
-        special = [self._mark(end) for end in ends if end.encode() in self._special]
-        if special:
-            return [f"thought: {_ANY} ({' | '.join(special)})"]
-        patterns = "|".join(re.escape(end).replace("/", r"\/") for end in ends)
-        return [f"thought[lazy]: /(?s:.*)({patterns})/"]
+    def _reasoning(self, opened: bool) -> tuple[str, list[str]]:
+        """What reads reasoning as its parser does, and the lines that it needs: up to the mark that
+        belongs to the one that it began with, or, if that is in the prompt, to any. Marks may be spelled."""
+        thoughts, lines, ends = [], [], [end for _, end in Think.MARKS]
+        for number, (begin, end) in enumerate(Think.MARKS):
+            read, more = self._up_to(f"thought_{number}", end, ends if opened else [end])
+            thoughts.append(read if opened else f"{self._mark(begin)} {read}")
+            lines += more
+        return f"({' | '.join(thoughts)})", lines
 
     def _mark(self, *texts: str) -> str:
         """Texts one after the other; one that is a special token stands for that token."""

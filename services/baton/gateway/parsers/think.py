@@ -20,6 +20,8 @@ class Think(Reader):
 
     def __init__(self, tools: ToolParser | None, *, opened: bool) -> None:
         self._tools = tools
+        if tools is not None:
+            self.SPECIAL += tools.SPECIAL
         self._opened = opened
         super().__init__()
         self.in_reasoning = opened
