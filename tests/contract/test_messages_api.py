@@ -58,6 +58,14 @@ async def test_text():
         await rig.idle()
 
 
+async def test_a_call_is_to_be_answered_also_where_a_stop_sequence_follows_it():
+    async with ScriptedDecode(silent, context=1024) as node, gateway(node, **PARSERS) as rig:
+        await say(rig, node, text=f"{CALL}\none two three", finish=STOP)
+        answer = (await post(rig, {**ASK, "tools": [TOOL], "stop_sequences": ["two"]})).json()
+        assert [block["type"] for block in answer["content"]] == ["tool_use", "text"]
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
+
+
 async def test_thinking_and_tools_whole_and_streamed():
     async with ScriptedDecode(silent, context=2000) as node, gateway(node, **PARSERS) as rig:
         await say(rig, node, text=f"<think>hm</think>Let me see.{CALL} ", finish=STOP)

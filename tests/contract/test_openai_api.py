@@ -211,6 +211,7 @@ BAD = [
     ("completions", {**COMPLETION, "n": 17}, "n"),
     ("completions", {**COMPLETION, "best_of": 2, "n": 3}, "best_of"),
     ("completions", {**COMPLETION, "best_of": 3, "stream": True}, "best_of"),
+    ("completions", {**COMPLETION, "best_of": 17}, "best_of"),
     ("completions", {**COMPLETION, "suffix": "x"}, "suffix"),
     ("completions", {**COMPLETION, "stop": 5}, "stop"),
     ("completions", {**COMPLETION, "stop": [""]}, "stop[0]"),

@@ -266,6 +266,10 @@ async def test_the_best_of_several():
         texts = [rig.vocabulary.bytes_of(id).decode() for id in (41, 42)]
         assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(texts))
         assert answer.usage.completion_tokens == 3 and answer.choices[0].logprobs is None
+        stream = await rig.openai.completions.create(**COMPLETION, best_of=3, n=3, stream=True)
+        assert {choice.logprobs for chunk in [each async for each in stream] for choice in chunk.choices} == {
+            None
+        }
 
 
 async def test_reasoning_by_both_names():

@@ -25,3 +25,14 @@ async def test_wrong_texts_are_refused(path, body, word):
             answer = await http.post(f"{rig.http}/v1/{path}", content=content, headers=headers)
         assert answer.status_code == 400 and word in answer.json()["error"]["message"], answer.text
         assert not node.starts
+
+
+async def test_a_model_is_named():
+    async with (
+        ScriptedDecode(silent) as node,
+        gateway(node) as rig,
+        httpx.AsyncClient(trust_env=False) as http,
+    ):
+        body = {"model": "", "text_1": "a", "text_2": "b"}
+        answer = await http.post(f"{rig.http}/v1/score", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")

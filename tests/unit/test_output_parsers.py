@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.gateway.parsed_output import ParsedOutput
 from baton.gateway.parsers.reader import Call, Malformed, Reasoning, Text
 from baton.gateway.parsers.registry import TOOL_PARSERS, make_parser
+from baton.v1.inference_pb2 import Delta
 
 SCHEMA = json.dumps({"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}})
 TOOLS = {"f": SCHEMA, "g": ""}
@@ -251,6 +253,16 @@ def test_a_draft_of_a_call_is_reasoning_if_the_reasoning_goes_on():
         [("f", {"n": 1})],
     )
     assert parse("hermes", [f"<think>so\n{call}"], reasoning="think") == ("", "so", [("f", {"n": 1})])
+
+
+def test_reasoning_tokens_do_not_depend_on_when_output_is_taken():
+    early, late = (ParsedOutput(make_parser("gpt_oss", "gpt_oss", {}, opened=False), 0) for _ in range(2))
+    header, end = ["<|channel|>", "commentary", "<|message|>"], ["<|end|>", "<|start|>", "assistant"]
+    for piece in [*header, "Well", *end, "<|channel|>", "analysis", "<|message|>", "so", " it", " is"]:
+        for output in (early, late):
+            output.add(piece, 1, ended=False, cut=False)
+        early.fill(Delta())
+    assert early.reasoning_tokens == late.reasoning_tokens > 5
 
 
 def test_long_arguments_cost_little():

@@ -155,6 +155,14 @@ def test_calls_and_answers_come_after_the_reasoning(backend, tokenizer):
     assert not accepts(backend, tokenizer, answer, "<think>x</think>f")
 
 
+def test_white_space_is_as_the_schema_says(backend, tokenizer):
+    schema = {**SCHEMA, "x-guidance": {"whitespace_pattern": ""}}
+    answer = Grammar(json_schema=json.dumps(schema))
+    made = grammar(tokenizer, reasoning="think", mode="AUTO", tools=[], answer=answer)
+    assert accepts(backend, tokenizer, made, '{"unit":"c"}')
+    assert not accepts(backend, tokenizer, made, '{"unit": "c"}')
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_reasoning_ends_where_its_parser_ends_it(tokenizer, marked, special):
     used = marked if special else tokenizer
@@ -317,10 +325,12 @@ def steered(backend, tokenizer, made, seed, texts, most=120):
         (SamplingParams(), Tool(name="f", parameters=json.dumps({"title": "a" * 2**19})), "chat.tools"),
         (SamplingParams(ignore_eos=True), Tool(name="f"), "sampling.ignore_eos"),
         (SamplingParams(), Tool(name="f", parameters='{"type": "array"}'), "chat.tools"),
+        (SamplingParams(grammar=Grammar(json_schema="{")), None, "sampling.grammar"),
+        (SamplingParams(grammar=Grammar(json_schema="[" * 9999)), None, "sampling.grammar"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(tokenizer, sampling, tool, field):
-    prompt = ChatPrompt(tools=[tool], tool_choice=REQUIRED)
+    prompt = ChatPrompt(tools=[tool], tool_choice=REQUIRED) if tool else ChatPrompt(tools=TOOLS)
     with pytest.raises(BatonError) as raised:
         constrain(prompt, sampling, tokenizer.vocabulary, ("hermes", ""), reasons=False, opened=False)
     assert raised.value.field == field

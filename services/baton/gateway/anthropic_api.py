@@ -106,7 +106,7 @@ class MessagesAnswer(TypedAnswer):
         if delta.finish_reason:
             events += self._close()
             self._message["stop_reason"] = _STOP.get(delta.finish_reason, "end_turn")
-            if delta.stop_matched:
+            if delta.stop_matched and delta.finish_reason == common_pb2.FINISH_REASON_STOP:
                 self._message["stop_reason"] = "stop_sequence"
                 self._message["stop_sequence"] = delta.stop_matched
         return events

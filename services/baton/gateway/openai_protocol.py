@@ -14,7 +14,7 @@ from pydantic import Field
 
 from baton.gateway.openai_errors import GRAMMAR_PARAM, invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Seed, Strict, TokenId, TopK
-from baton.rpc.validate import check_sampling
+from baton.rpc.validate import MAX_CHOICES, check_sampling
 from baton.v1 import common_pb2, inference_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -167,7 +167,7 @@ def completion_starts(request: CompletionRequest) -> list[inference_pb2.Generate
             sampling.prompt_logprobs = request.logprobs
     if request.best_of is not None:
         _check_best_of(request)
-        if not sampling.HasField("logprobs"):
+        if request.best_of > (request.n or 1) and not sampling.HasField("logprobs"):
             sampling.logprobs = 0
     check_sampling(sampling, None)  # before it is copied for each prompt
     starts = []
@@ -186,6 +186,8 @@ def completion_starts(request: CompletionRequest) -> list[inference_pb2.Generate
 def _check_best_of(request: CompletionRequest) -> None:
     if request.best_of is None or request.best_of < (request.n or 1):
         raise invalid_value("best_of", f"best_of must be at least n, not {request.best_of}")
+    if request.best_of > MAX_CHOICES:
+        raise invalid_value("best_of", f"best_of must be at most {MAX_CHOICES}, not {request.best_of}")
     if request.best_of > (request.n or 1) and request.stream:
         raise invalid_value("best_of", "best_of needs stream to be false: the best is known at the end")
 

@@ -51,8 +51,8 @@ class ParsedOutput:
         if reasoned or self._parser.in_reasoning:
             self.reasoning_tokens += tokens + self._undecided
             self._undecided = 0
-        elif not events and not self._events and not self.reasoning_tokens:
-            self._undecided += tokens  # they may become the mark that begins the reasoning
+        else:  # without an event they may become the mark that begins the reasoning
+            self._undecided = 0 if events else self._undecided + tokens
         if ended:
             self._ended = True
             events += self._parser.finish(cut=cut)

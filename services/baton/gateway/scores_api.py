@@ -145,6 +145,8 @@ def rerank_pairs(body: RerankRequest) -> list[Pair]:
 
 def _pairs(body: ScoreCommon, pairs: list[Pair], field: str) -> list[Pair]:
     f"{body.model}{body.cache_salt}".encode()  # raises UnicodeEncodeError for a lone surrogate
+    if not body.model:
+        raise invalid_value("model", "model is empty: name one of /v1/models")
     if not 1 <= len(pairs) <= MAX_PROMPTS:
         raise invalid_value(field, f"{field}: give 1 to {MAX_PROMPTS} texts, not {len(pairs)}")
     for pair in pairs:

@@ -244,11 +244,14 @@ def _answer(grammar: common_pb2.Grammar) -> list[str]:
     """The rule `answer`. Raises BatonError for a grammar that cannot be a part of another."""
     kind = grammar.WhichOneof("kind")
     if kind in ("json_schema", "json_object"):
-        schema = json.loads(grammar.json_schema) if kind == "json_schema" else {"type": "object"}
+        try:
+            schema = json.loads(grammar.json_schema) if kind == "json_schema" else {"type": "object"}
+        except (ValueError, RecursionError) as error:
+            raise invalid("sampling.grammar", f"sampling.grammar: {error}", "INVALID_GRAMMAR") from None
         if not isinstance(schema, dict):
             text = "sampling.grammar: beside tools or reasoning a schema must be an object"
             raise invalid("sampling.grammar", text)
-        return [f"answer: %json {_dumps({**schema, 'x-guidance': _SPACE})}"]
+        return [f"answer: %json {_spaced(schema)}"]
     if kind == "regex":
         # A slash ends it, unless it is escaped already.
         regex = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", grammar.regex, flags=re.DOTALL)
@@ -270,7 +273,13 @@ def _schema(tool: tokenizer_pb2.Tool, *, any_object: bool) -> str:
         schema["type"] = "object"
         if "properties" in schema and "patternProperties" not in schema:
             schema.setdefault("additionalProperties", False)
-    return _dumps({**schema, "x-guidance": _SPACE})
+    return _spaced(schema)
+
+
+def _spaced(schema: dict[str, Any]) -> str:
+    """Its text, with the options that it does not have itself."""
+    own = schema.get("x-guidance", {})
+    return _dumps({**schema, "x-guidance": {**_SPACE, **own} if isinstance(own, dict) else own})
 
 
 def _literal(text: str) -> str:
