@@ -172,7 +172,7 @@ class WorkerConfig(NodeConfig):
     overlap: bool | None = None
     """Launch step N+1 before reading step N; without either flag: on a GPU only."""
     transports: tuple[Literal["cuda_ipc", "shm", "nixl", "grpc"], ...] = ()
-    """How KV pages may travel between workers, best first: shm, cuda_ipc, nixl, grpc; empty: all that work
+    """How KV pages may travel between workers, best first: cuda_ipc, shm, nixl, grpc; empty: all that work
     here, but nixl. `baton doctor` lists them."""
     request_seconds: float = 600.0
     """Limit for a request that names none."""
