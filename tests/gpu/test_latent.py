@@ -51,6 +51,7 @@ V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "q_lora_rank": 128,
+    "topk_method": "noaux_tc",
     "norm_topk_prob": True,
     "n_group": 4,
     "topk_group": 2,

@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
-from random_checkpoints import VARIANTS, save_checkpoint
+from random_checkpoints import VARIANTS, check_logits, save_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from baton.checkpoint import CheckpointError
 from baton.config import DecodeConfig
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.parameters import Parameters
@@ -198,6 +199,48 @@ def test_what_is_not_computed_is_refused_in_one_line(checkpoint, changes, words)
     with pytest.raises(ModelError, match=words) as caught:
         read_config(checkpoint)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "words"),
+    [
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ("qwen3", {"is_causal": False}, "is_causal"),
+        ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "that of a Qwen3ForCausalLM"),
+        ("qwen3", {"layer_types": ["chunked_attention", "full_attention"]}, "layer_types has 'chunked"),
+        ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window is None"),
+        ("mistral-window", {"sliding_window": -1}, "sliding_window is -1"),
+        ("mistral-window", {"layer_types": ["full_attention"] * 2}, "that of a MinistralForCausalLM"),
+        ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        ("mixtral", {"num_experts_per_tok": 5}, "5 of the 4 experts"),
+        ("deepseek-v2", {"topk_group": 1}, "3 of the 8 experts"),
+        ("deepseek-v2", {"n_group": 3}, "2 of 3 groups"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+    ],
+)
+def test_what_a_family_would_compute_otherwise_is_refused(tmp_path, variant, changes, words):
+    save_checkpoint(variant, tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=words):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("mixtral", {"use_sliding_window": False}),
+        (
+            "qwen3-moe",
+            {"layer_types": ["full_attention"] * 2, "use_sliding_window": True, "sliding_window": 16},
+        ),
+        ("deepseek-v2", {"rope_interleave": False}),
+    ],
+)
+def test_fields_of_other_families_change_nothing(tmp_path, variant, changes):
+    save_checkpoint(variant, tmp_path)
+    edit_config(tmp_path, **changes)
+    check_logits(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
 
 
 def test_sliding_window_is_used_only_below_the_context(tmp_path):

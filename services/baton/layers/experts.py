@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from baton.checkpoint import CheckpointError
 from baton.layers.linear import Linear
 from baton.layers.mlp import ACTIVATIONS, GatedMlp
 from baton.layers.parameters import Parameters
@@ -73,7 +74,12 @@ class Router:
         float32: bool = False,
     ) -> None:
         """`correction`: the checkpoint has `e_score_correction_bias`; `float32`: the layer is computed in
-        float32."""
+        float32. Raises CheckpointError if a token cannot have so many experts."""
+        groups, top_groups = routing.groups, routing.top_groups
+        if experts % groups or not (1 <= top_groups <= groups):
+            raise CheckpointError(f"{experts} experts cannot be chosen in {top_groups} of {groups} groups")
+        if not 1 <= routing.top_k <= experts // groups * top_groups:
+            raise CheckpointError(f"a token cannot have {routing.top_k} of the {experts} experts")
         self.routing, self.experts = routing, experts
         self.dtype = torch.float32 if float32 else parameters.dtype
         self.linear = replace(parameters, dtype=self.dtype).linear(

@@ -62,6 +62,16 @@ class ModelConfig:
 IMPLEMENTATIONS = ("auto", "baton", "transformers")
 SILU_ONLY = frozenset(FAMILIES) - {"Gemma3ForCausalLM", "GptOssForCausalLM"}
 """Families that do not ask config.json for the activation."""
+WINDOWS_BY_LAYER = frozenset(
+    {"Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+"""Families that ask layer_types which layers have windows."""
+WINDOWS_EVERYWHERE = frozenset(
+    {"MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM"}
+)
+"""Families all of whose layers have the window. In others the field means nothing."""
+PARTIAL_ROTATION = frozenset({"Glm4MoeForCausalLM", "Phi3ForCausalLM"})
+"""Families that may rotate a part of each head."""
 
 
 def read_config(path: Path, context_length: int | None = None, implementation: str = "auto") -> ModelConfig:
@@ -131,6 +141,8 @@ def _convert(hf: Any, path: Path, context_length: int | None, implementation: st
         if getattr(hf, "pretraining_tp", 1) not in (1, None):
             raise ModelError("pretraining_tp other than 1 is not supported")
     text = hf.get_text_config()  # of a model that takes more than text, its language model's
+    if not getattr(text, "is_causal", True):
+        raise ModelError("attention to later positions (is_causal) is not supported")
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
@@ -156,6 +168,8 @@ def _convert(hf: Any, path: Path, context_length: int | None, implementation: st
 
 def _choose(hf: Any, implementation: str) -> tuple[str, str]:
     """The architecture's name, and "baton" or "transformers". Raises ModelError."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     from baton.models import transformers_backed
 
     names = list(getattr(hf, "architectures", None) or [])
@@ -165,6 +179,11 @@ def _choose(hf: Any, implementation: str) -> tuple[str, str]:
         known = ", ".join(IMPLEMENTATIONS)
         raise ModelError(f"model implementation {implementation!r} is not known; known are {known}")
     if ours and implementation != "transformers":
+        if (other := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf.model_type)) != name:
+            raise ModelError(
+                f"config.json is that of a {other} (model_type), but its architectures has {name}; "
+                "correct the wrong one"
+            )
         return name, "baton"
     supported = f"Baton's own are {', '.join(sorted(FAMILIES))}"
     if implementation == "baton":
@@ -176,21 +195,28 @@ def _choose(hf: Any, implementation: str) -> tuple[str, str]:
 
 def window(config: ModelConfig, index: int) -> int | None:
     """Positions that a token of this layer attends to, its own among them; None: all that will be used."""
+    types = config.hf.layer_types if config.architecture in WINDOWS_BY_LAYER else None
+    everywhere = "sliding_attention" if config.architecture in WINDOWS_EVERYWHERE else "full_attention"
+    kind = types[index] if types else everywhere
+    if kind not in ("full_attention", "sliding_attention"):
+        raise ModelError(f"layer_types has {kind!r}; supported are full_attention and sliding_attention")
     size = getattr(config.hf, "sliding_window", None)
-    if config.architecture in ("LlamaForCausalLM", "Glm4MoeForCausalLM"):
-        size = None  # a field that other families left behind
-    mistral = config.architecture in ("MistralForCausalLM", "MixtralForCausalLM")
-    types = None if mistral else getattr(config.hf, "layer_types", None)
-    used = types[index] == "sliding_attention" if types else getattr(config.hf, "use_sliding_window", True)
-    return int(size) if size and used and size < config.used_length else None
+    if kind == "full_attention" or (size is None and not types):
+        return None
+    if size is None or size < 1:
+        raise ModelError(f"layers have windows, but sliding_window is {size}; it is at least 1")
+    return int(size) if size < config.used_length else None
 
 
 def make_rope(config: ModelConfig, layer_type: str | None = None) -> Rope:
     """`layer_type`: where kinds of layers rotate differently. Raises ModelError."""
     try:
-        return rope_of(config.hf, config.used_length, layer_type)
+        rope = rope_of(config.hf, config.used_length, layer_type)
     except (ValueError, KeyError) as error:
         raise ModelError(f"rope_parameters of config.json cannot be used: {first_line(error)}") from error
+    if rope.dim != config.head_dim and config.architecture not in PARTIAL_ROTATION:
+        raise ModelError(f"partial_rotary_factor is not supported with {config.architecture}")
+    return rope
 
 
 def _dtype(hf: Any, path: Path) -> torch.dtype:

@@ -10,11 +10,29 @@ from baton.layers.mlp import GatedMlp
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models import llama
-from baton.models.config import ModelConfig
+from baton.models.config import ModelConfig, ModelError
 from baton.models.decoder import Decoder, FeedForward
+
+_ALWAYS: dict[str, dict[str, tuple[object, ...]]] = {
+    "DeepseekV2ForCausalLM": {
+        "moe_layer_freq": (1,),
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+    },
+    "DeepseekV3ForCausalLM": {
+        "moe_layer_freq": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
+}
+"""Fields of config.json that published models have with these values only. transformers reads few of them."""
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
+    for name, known in _ALWAYS[config.architecture].items():
+        if (value := getattr(config.hf, name, known[0])) not in known:
+            raise ModelError(f"{name} {value!r} of {config.architecture} is not supported")
     return llama.llama_like(config, parameters, feed_forward, attention)
 
 
@@ -36,7 +54,7 @@ def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rop
         rope,
         _scale(config, shape),
         bias=hf.attention_bias,
-        interleaved=getattr(hf, "rope_interleave", True),
+        interleaved=config.architecture == "DeepseekV2ForCausalLM" or hf.rope_interleave,
     )
 
 
@@ -57,13 +75,14 @@ def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Fee
         return llama.feed_forward(config, parameters, index)
     count, inner = hf.n_routed_experts, hf.moe_intermediate_size
     v3 = config.architecture != "DeepseekV2ForCausalLM"
+    grouped = v3 or hf.topk_method == "group_limited_greedy"
     routing = Routing(
         hf.num_experts_per_tok,
         "sigmoid" if v3 else "softmax",
         renormalize=hf.norm_topk_prob and v3,
         scale=hf.routed_scaling_factor,
-        groups=hf.n_group if v3 or hf.topk_method == "group_limited_greedy" else 1,
-        top_groups=hf.topk_group or 1,
+        groups=hf.n_group if grouped else 1,
+        top_groups=hf.topk_group if grouped else 1,
         group_best=2 if v3 else 1,
     )
     return Mixture(

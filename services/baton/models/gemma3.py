@@ -41,10 +41,11 @@ class GemmaLayer:
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     """Layers with a window rotate otherwise than those without."""
     hf = config.hf
-    if hf.final_logit_softcapping is not None or getattr(hf, "use_bidirectional_attention", False):
-        raise ModelError("Gemma 3 with final_logit_softcapping or bidirectional attention is not supported")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(hf, name, None) not in (None, False):
+            raise ModelError(f"{name} of Gemma 3 is not supported")
     ropes = {kind: make_rope(config, kind) for kind in set(hf.layer_types)}
-    options = AttentionOptions(scale=hf.query_pre_attn_scalar**-0.5, softcap=hf.attn_logit_softcapping)
+    options = AttentionOptions(scale=hf.query_pre_attn_scalar**-0.5)
     layers = []
     for index, kind in enumerate(hf.layer_types):
         layer = parameters.under(f"model.layers.{index}")

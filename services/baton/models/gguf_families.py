@@ -183,8 +183,6 @@ def _gemma3(file: GgufFile) -> dict[str, Any]:
         "query_pre_attn_scalar": (
             base["hidden_size"] // base["num_attention_heads"] if wide else options["head_dim"]
         ),
-        "attn_logit_softcapping": file.value("*.attn_logit_softcapping", float, 0.0) or None,
-        "final_logit_softcapping": file.value("*.final_logit_softcapping", float, 0.0) or None,
     }
 
 
@@ -306,7 +304,7 @@ FAMILIES = {
         _gemma3,
         _GEMMA,
         norms_plus_one=True,
-        known=_WINDOW | {"attn_logit_softcapping", "final_logit_softcapping"},
+        known=_WINDOW,
     ),
     "gpt-oss": GgufFamily("gpt_oss", _gpt_oss, _OSS, known=_EXPERTS | _WINDOW),
     "glm4moe": GgufFamily(
