@@ -8,6 +8,7 @@ import httpx
 import pytest
 from gateway_rig import Stream, gateway, tokenizer
 from scripted_decode import ScriptedDecode, saying
+from structlog.testing import capture_logs
 
 from baton.checkpoint import CheckpointError
 from baton.demo import model_path
@@ -69,6 +70,18 @@ async def test_unless_the_gateway_is_told_otherwise(tmp_path):
 )
 def test_greedy_checkpoints_recommend_nothing(tmp_path, generation, temperature):
     assert hf.load(checkpoint(tmp_path, **generation)).default_sampling.temperature == temperature
+
+
+def test_greedy_checkpoints_may_recommend_a_penalty(tmp_path):
+    recommended = hf.load(checkpoint(tmp_path, do_sample=False, repetition_penalty=1.5)).default_sampling
+    assert recommended == common_pb2.SamplingParams(repetition_penalty=1.5)
+
+
+def test_fields_that_are_not_applied_are_named(tmp_path):
+    fields = {"num_beams": 1, "min_length": 0, "suppress_tokens": [7], "forced_eos_token_id": 2}
+    with capture_logs() as logs:
+        hf.load(checkpoint(tmp_path, **fields))
+    assert [log["fields"] for log in logs] == ["suppress_tokens, forced_eos_token_id"]
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": "high"}, {"top_k": 1.5}])

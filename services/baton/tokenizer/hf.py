@@ -12,6 +12,7 @@ from typing import Any
 from baton.checkpoint import CheckpointError
 from baton.gguf_file import GgufFile
 from baton.rpc.errors import BatonError
+from baton.rpc.logs import get_logger
 from baton.rpc.validate import check_sampling
 from baton.tokenizer import formats
 from baton.tokenizer.chat import ChatEncoder, Rendered
@@ -20,6 +21,14 @@ from baton.tokenizer.gguf import read_tokenizer
 from baton.tokenizer.vocabulary import UnknownDecoder, Vocabulary, read_vocabulary
 from baton.v1 import common_pb2
 
+_log = get_logger()
+_NOT_APPLIED = (
+    *("bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "sequence_bias", "stop_strings"),
+    *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams", "penalty_alpha", "guidance_scale"),
+    *("typical_p", "epsilon_cutoff", "eta_cutoff"),
+)
+"""Fields of generation_config.json that change what transformers generates, and nothing here."""
 SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 """Files that hold a vocabulary; a checkpoint needs one of them."""
 
@@ -208,12 +217,14 @@ def _begin(tokenizer: Any, eos: tuple[int, ...]) -> int | None:
 
 
 def _default_sampling(path: Path, generation: dict[str, Any]) -> common_pb2.SamplingParams:
-    """Of generation_config.json; with `do_sample` false its values have no effect. Raises CheckpointError for
-    values that are out of range."""
+    """Of generation_config.json; with `do_sample` false those of drawing have no effect. Raises
+    CheckpointError for values that are out of range."""
+    if unused := [name for name in _NOT_APPLIED if generation.get(name) not in (None, 0, 1, [], {})]:
+        _log.warning("fields of generation_config.json have no effect", fields=", ".join(unused))
     params = common_pb2.SamplingParams()
-    if generation.get("do_sample") is False:
-        return params
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+    greedy = generation.get("do_sample") is False
+    drawing = () if greedy else ("temperature", "top_k", "top_p", "min_p")
+    for name in (*drawing, "repetition_penalty"):
         value = generation.get(name)
         if value is None:
             continue
