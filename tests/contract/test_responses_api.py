@@ -222,6 +222,7 @@ async def test_cancel_while_it_streams():
         ({"temperature": -1.0}, "temperature"),
         ({"surprise": 1}, "surprise"),
         ({"input": ""}, "input"),
+        ({"input": "x " * 300}, "input"),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(fields, param):

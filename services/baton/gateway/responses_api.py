@@ -24,7 +24,7 @@ TAGGED = r"(?:input|tools)\[\d+\]"
 NAMES = (
     *OF_TOOLS,
     (r"^max_tokens$", "max_output_tokens"),
-    (r"^messages\[\d+\](\.tool_calls\[\d+\])?(\.function)?(?=\.|$)", "input"),
+    (r"^messages(\[\d+\](\.tool_calls\[\d+\])?(\.function)?)?(?=\.|$)", "input"),
 )
 
 
