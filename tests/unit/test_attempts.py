@@ -55,6 +55,16 @@ def test_a_node_that_failed_is_asked_again_a_little_later():
     assert made.place([A], 5.0 + wait.seconds, first) == "a"
 
 
+def test_a_node_may_refuse_for_as_long_as_the_request_waits():
+    log = TokenLog("x", n=1)
+    made, now = Attempts(log, ResumePolicy(0, 7200.0)), 0.0
+    for _ in range(2000):
+        placed(made, [A], now)
+        made.ended(unavailable("no prefill node", "NO_PREFILL_NODE"), now, lost=False)
+        now += 1.0
+    assert placed(made, [A], now) == "a"
+
+
 def test_refusals_cost_no_resume_and_full_nodes_end_what_has_no_output():
     _, made = attempts(max_resumes=0)
     for _ in range(2):

@@ -12,8 +12,8 @@ from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, unavailable
 from baton.v1 import decode_pb2
 
-FIRST_BACKOFF_SECONDS = 0.05
-LAST_BACKOFF_SECONDS = 1.0
+BACKOFF_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.0)
+"""Of a node after its failures one after the other, the last for all further ones."""
 STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
 """Reasons of a decode node: a step with the request failed, or the node ended with it."""
 PROVEN_TOKENS = 8
@@ -89,7 +89,7 @@ class Attempts:
         if remaining <= 0:
             raise self._in_vain()
         due = [self._avoid[node] - now for node in left]
-        return Wait(min([remaining, LAST_BACKOFF_SECONDS / 4, *due]))
+        return Wait(min([remaining, BACKOFF_SECONDS[-1] / 4, *due]))
 
     def begin(self, address: str) -> None:
         """The attempt has been sent there."""
@@ -150,7 +150,7 @@ class Attempts:
         elif error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason != "NO_PREFILL_NODE":
             self._full[address] = error
         failures = self._failures[address] = self._failures.get(address, 0) + 1
-        self._avoid[address] = now + min(FIRST_BACKOFF_SECONDS * 2.0**failures, LAST_BACKOFF_SECONDS)
+        self._avoid[address] = now + BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS)) - 1]
         if not refused or self._since is None:
             self._since = now
         self._last = error

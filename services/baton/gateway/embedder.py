@@ -74,8 +74,7 @@ class Embedder:
     async def close(self) -> None:
         """Calls under way fail. Idempotent."""
         self._closed = True
-        for channel in self._channels.values():
-            await channel.close()
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     async def compute(
         self, prompts: Sequence[Sequence[int]], template: embed_pb2.EmbedPrompts, deadline: float
@@ -168,13 +167,13 @@ class Embedder:
     async def _stub(self, place: Place) -> Any:
         if self._closed:
             raise unavailable("the gateway is stopping", "STOPPING", 1000)
-        if place not in self._channels:
-            known = {*self._nodes.prefill, *self._nodes.decode}
-            for gone in [each for each in self._channels if each.address not in known]:
-                await self._channels.pop(gone).close()
+        channel = self._channels.get(place)
+        if channel is None:
             # Not the connection of anything else: embeddings are large.
-            self._channels.setdefault(place, self._dial(place.address))
-        channel = self._channels[place]
+            channel = self._channels[place] = self._dial(place.address)
+            known = {*self._nodes.prefill, *self._nodes.decode, place.address}
+            gone = [self._channels.pop(each) for each in list(self._channels) if each.address not in known]
+            await asyncio.gather(*(each.close() for each in gone))
         made = prefill_pb2_grpc.PrefillStub if place.role == "prefill" else decode_pb2_grpc.DecodeStub
         return made(channel)
 
