@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
+import pytest
+
 from baton.rpc.errors import invalid
 from baton.rpc.streams import Outbox
 from baton.rpc.tasks import Tasks
@@ -68,3 +71,24 @@ async def test_a_stream_is_dropped_though_its_status_is_never_taken():
     assert service.dropped is service.stream and not streams.open
     waits.cancel()
     await asyncio.wait([waits])
+
+
+class Ended:
+    async def abort(self, code, *_):
+        self.code = code
+        raise grpc.aio.AbortError
+
+
+async def test_a_stream_ends_when_a_command_fails_unforeseen():
+    async def cancel():
+        yield await anext(hello())
+        yield prefill_pb2.PrefillRequest(cancel=prefill_pb2.PrefillCancel())
+        await asyncio.sleep(60)
+
+    service, context = Service(), Ended()
+    answers = CallerStreams(service, Tasks()).serve(cancel(), context, "Run")  # the service has no `obey`
+    assert await anext(answers) == "welcome"
+    async with asyncio.timeout(5):
+        with pytest.raises(grpc.aio.AbortError):
+            await anext(answers)
+    assert context.code is grpc.StatusCode.INTERNAL and service.dropped is service.stream

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc.aio
 
-from baton.rpc.errors import BatonError, abort, exhausted, invalid
+from baton.rpc.errors import BatonError, abort, exhausted, internal, invalid
 from baton.rpc.streams import STREAM_ENDED, Outbox, OutboxFull, first_message
 from baton.rpc.tasks import Tasks
 from baton.rpc.validate import check_several
@@ -140,3 +140,7 @@ class CallerStreams(Generic[S]):
             stream.close(error)
         except STREAM_ENDED:
             pass  # the writer's end of the call informs the core
+        except Exception as error:
+            # A stream that nobody reads would answer none of the caller's heartbeats.
+            stream.close(internal(f"{type(error).__name__} while handling a message"))
+            raise
