@@ -204,7 +204,7 @@ if {moment!r} == "loading":
         print(self.followers.processes[1].pid, flush=True)
         time.sleep(60)
     ranks.Ranks.loaded = loaded
-engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), {incarnation}, "decode")
+engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), {incarnation})
 if {moment!r} == "ending slowly":
     engine.ranks.followers.channels[1].close()
 print(engine.ranks.followers.processes[1].pid, flush=True)

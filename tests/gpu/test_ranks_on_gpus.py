@@ -79,7 +79,7 @@ def checkpoint(tmp_path_factory):
 @contextlib.contextmanager
 def engine_of(path: Path, tp: int, dtype: str, place: str = "cuda:0", **options):
     config = WorkerConfig(model=str(path), device=place, dtype=dtype, tp=tp, **{**OPTIONS, **options})
-    engine = build_engine(config, new_incarnation(), "decode")
+    engine = build_engine(config, new_incarnation())
     try:
         yield engine
     finally:
@@ -255,7 +255,7 @@ def test_both_ranks_together_take_the_promised_part_of_the_gpu(checkpoint):
 def test_more_ranks_than_gpus_are_refused(checkpoint):
     config = WorkerConfig(model=str(checkpoint), device="cuda", tp=1 + torch.cuda.device_count())
     with pytest.raises(BatonError, match="lower it, or let the ranks share one"):
-        build_engine(config, 1, "decode")
+        build_engine(config, 1)
 
 
 def step(engine, number=1):

@@ -29,7 +29,7 @@ def config(path, **options):
 
 
 def test_engine(checkpoint):
-    engine = build_engine(config(checkpoint, memory_fraction=0.5), 1, "decode")
+    engine = build_engine(config(checkpoint, memory_fraction=0.5), 1)
     free, total = torch.cuda.mem_get_info()
     assert isinstance(engine.runner, CudaRunner) and engine.overlap
     assert abs((total - free) / total - 0.5) < 0.05
@@ -59,7 +59,7 @@ def test_the_worst_batch_fits_into_what_was_promised_at_the_start(tmp_path):
     torch.cuda.set_per_process_memory_fraction(fraction)
     try:
         options = {"load_format": "dummy", "memory_fraction": fraction, "max_rows": 256}
-        engine = build_engine(config(tmp_path, **options), 1, "decode")
+        engine = build_engine(config(tmp_path, **options), 1)
         before = torch.cuda.memory_reserved()
         assert before > 0.97 * fraction * total, "the pool takes what is left"
         torch.cuda.reset_peak_memory_stats()
@@ -76,14 +76,14 @@ def test_the_worst_batch_fits_into_what_was_promised_at_the_start(tmp_path):
 
 
 def test_float32_is_run_in_graphs_too(checkpoint):
-    engine = build_engine(config(checkpoint, dtype="float32", kv_tokens=4096), 1, "decode")
+    engine = build_engine(config(checkpoint, dtype="float32", kv_tokens=4096), 1)
     assert isinstance(engine.runner, CudaRunner) and engine.runner.graphs is not None
     assert len(generate(engine.runner, engine.cache, prompts_of(9), [GREEDY])[0]) == 1
 
 
 def test_random_weights_need_no_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
-    engine = build_engine(config(tmp_path, load_format="dummy", kv_tokens=4096), 1, "decode")
+    engine = build_engine(config(tmp_path, load_format="dummy", kv_tokens=4096), 1)
     assert len(generate(engine.runner, engine.cache, prompts_of(9), [GREEDY])[0]) == 1
 
 
@@ -91,4 +91,4 @@ def test_a_model_that_does_not_fit(checkpoint):
     with pytest.raises(
         BatonError, match=r"does not fit: its weights take .* GiB, of which this process may use 0%"
     ):
-        build_engine(config(checkpoint, memory_fraction=0.001), 1, "decode")
+        build_engine(config(checkpoint, memory_fraction=0.001), 1)

@@ -13,7 +13,7 @@ from baton.worker.engine import build_engine
 def test_it_needs_a_gpu():
     config = WorkerConfig(model="no-such-model", device="cpu", batch_invariant=True)
     with pytest.raises(BatonError, match="--batch-invariant needs an NVIDIA GPU, not cpu"):
-        build_engine(config, new_incarnation(), "decode")
+        build_engine(config, new_incarnation())
 
 
 def test_attention_of_another_kind_is_refused(monkeypatch):
@@ -28,4 +28,4 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
         token_budget=64,
     )
     with pytest.raises(BatonError, match="--batch-invariant excludes attention 'triton'"):
-        build_engine(config, new_incarnation(), "decode")
+        build_engine(config, new_incarnation())

@@ -130,7 +130,7 @@ class HandedOff:
         return "".join(address for address, _ in self.asked)
 
     def set(self, address, up):
-        self.core.peer_changed(address, Peer(up, 0.0, "shm"), "", 0.0)
+        self.core.peer_changed(address, Peer(up, 0.0, "shm"), "")
 
     def retract(self):
         self.core.scheduler.requeue(self.core.scheduler.handoffs[0])
@@ -230,7 +230,7 @@ def test_an_ended_request_awaits_no_answer():
     case = HandedOff()
     case.retract()
     assert case.core.routing.given_up
-    case.core.cancel(case.request.key, 0.0)
+    case.core.cancel(case.request.key)
     assert not case.core.routing.given_up
     case.fail("p", 0)
 
@@ -255,7 +255,7 @@ def test_heartbeats_are_more_frequent_than_silence_and_a_leases_grace_are_long(s
     core.flush_to = lambda step, outputs, effects: beats.extend(
         node.now for each in effects if isinstance(each, Beat)
     )
-    core.peer_changed("p", Peer(True, 0.0, "shm"), "", 0.0)
+    core.peer_changed("p", Peer(True, 0.0, "shm"), "")
     request = Request(Key("caller", 1), tuple(range(8)), SamplingParams())
     core.start(request.key, 7, 0, request, ("p",), 0.0, local_tokens=0)
     for _ in range(65):

@@ -146,7 +146,7 @@ def test_peers_with_other_dtypes_or_scales_are_refused():
 def test_a_dtype_that_is_not_known_is_refused_before_anything_is_loaded():
     config = WorkerConfig(model="demo", device="cpu", kv_dtype="int8")
     with pytest.raises(BatonError, match="--kv-dtype 'int8' is not known; use auto, fp8_e4m3"):
-        build_engine(config, new_incarnation(), "decode")
+        build_engine(config, new_incarnation())
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -156,14 +156,13 @@ def test_latents_are_refused_before_anything_is_loaded(tmp_path, tp):
         file.unlink()
     config = WorkerConfig(model=str(tmp_path), device="cpu", kv_dtype="fp8_e4m3", tp=tp)
     with pytest.raises(BatonError, match="pages of latents are kept in the model's dtype only"):
-        build_engine(config, new_incarnation(), "decode")
+        build_engine(config, new_incarnation())
 
 
 def test_half_a_page_and_a_layout_that_says_so():
     config = WorkerConfig(model="demo", device="cpu", dtype="bfloat16", kv_tokens=256)
     engines = [
-        build_engine(replace(config, kv_dtype=kind), new_incarnation(), "decode")
-        for kind in ("auto", "fp8_e4m3")
+        build_engine(replace(config, kv_dtype=kind), new_incarnation()) for kind in ("auto", "fp8_e4m3")
     ]
     try:
         plain, halved = (engine.pool.layout for engine in engines)

@@ -76,13 +76,13 @@ def test_a_caller_that_leaves_meanwhile_leaves_nothing():
     for outcome in (Anything(), GrammarError("no")):
         node = Node()
         key, request = start(node, 1)
-        node.core.cancel(key, node.now)
+        node.core.cancel(key)
         again = start(node, 1)[1]  # the same name, in use again
         node.core.compiled(key, request, outcome)
         node.run(5)
         assert [end.code for end in ends(node, 1)] == ["CANCELLED"]
         assert again.awaits_grammar
-        node.core.caller_gone("caller", node.now)
+        node.core.caller_gone("caller")
         node.core.compiled(key, again, outcome)
         node.run(5)
         assert len(ends(node, 1)) == 1
@@ -131,7 +131,7 @@ def test_a_prefill_node_waits_likewise():
     assert side.plan(0.0) is None
     side.compiled(names[0], requests[0], Anything())
     side.compiled(names[1], requests[1], GrammarError("no"))
-    side.cancel("holder", names[2], 0.0)
+    side.cancel("holder", names[2])
     side.compiled(names[2], requests[2], Anything())
     step = side.plan(0.0)
     assert [record.sequence.request for record in step.records] == [requests[0]]

@@ -134,19 +134,19 @@ class World:
         node = self.nodes[address]
         node.up = True
         node.side.connect("d", self.now)
-        self.core.peer_changed(address, Peer(True, self.now, "shm"), "", self.now)
+        self.core.peer_changed(address, Peer(True, self.now, "shm"), "")
 
     def disconnect(self, address):
         node = self.nodes[address]
         node.up = False
         node.inbox.clear()
         node.outbox.clear()
-        node.side.disconnect("d", self.now)
+        node.side.disconnect("d")
         node.side.outputs.clear()
         for entry in [entry for entry in self.pulls if self.waits(entry) and entry[0].address == address]:
             self.pulls.remove(entry)
             self.core.handoffs.pull_ended(entry[0].pull, "the receiver is closed", None, self.now)
-        self.core.peer_changed(address, Peer(False, self.now), "lost", self.now)
+        self.core.peer_changed(address, Peer(False, self.now), "lost")
 
     def start(
         self,
@@ -204,9 +204,9 @@ class World:
             side.start("d", effect.name, request, True, self.now, self.ahead)
             node.asked.append(request.prompt if side.knows(effect.name) else ())
         elif isinstance(effect, CancelPrefill):
-            side.cancel("d", effect.name, self.now)
+            side.cancel("d", effect.name)
         elif isinstance(effect, ReleaseLease):
-            side.release("d", effect.name, self.now)
+            side.release("d", effect.name)
         elif isinstance(effect, Beat):
             side.heartbeat("d", self.now)
         node.flush()
@@ -419,9 +419,9 @@ def test_an_ended_request_is_not_left_to_the_garbage_collector(end, n, monkeypat
             while not (world.tokens[(number, 0)] or number in world.terminal):
                 world.turn()
             if end == "cancelled":
-                world.core.cancel(Key("gateway", number), world.now)
+                world.core.cancel(Key("gateway", number))
             elif end == "caller gone":
-                world.core.caller_gone("gateway", world.now)
+                world.core.caller_gone("gateway")
         world.run()
         reasons = [getattr(terminal, "reason", None) for terminal in world.terminal.values()]
         assert reasons == ([] if end == "caller gone" else [ENDS[end]] * 5)
@@ -547,7 +547,7 @@ def test_a_prompt_that_waits_for_a_connection_holds_up_nobody():
         world.turn()
         assert world.now < 1.9, "held up"
     assert 1 not in world.terminal
-    world.core.cancel(waiting.key, world.now)
+    world.core.cancel(waiting.key)
     world.run()
     world.check(other)
     assert not world.core.routing.chosen
@@ -658,7 +658,7 @@ def test_a_pull_that_waits_does_not_outlive_its_hand_off(flushed):
         world.decode_step()
         assert len(world.pulls) == 1 and world.core.handoffs.expecting is False  # more chunks follow
     assert world.core.handoffs.pulls == 1
-    world.core.cancel(request.key, world.now)
+    world.core.cancel(request.key)
     world.decode_step()
     assert not world.pulls and world.core.handoffs.pulls == 0
     world.core.scheduler.cache.check(idle=True)
@@ -686,7 +686,7 @@ def test_a_pull_that_cannot_be_stopped_is_overdue():
     request, _ = announced(world)
     world.decode_step()
     stuck = world.pulls.pop()
-    world.core.cancel(request.key, world.now)
+    world.core.cancel(request.key)
     world.decode_step()
     assert world.core.handoffs.pulls == 1 and not world.core.handoffs.overdue
     world.now += PULL
@@ -791,7 +791,7 @@ def test_counters_count_what_happens():
     for _ in range(4000):
         world.turn()
         if cancelled < 3 and len(node.asked) > 2 * cancelled + 1:
-            world.core.cancel(Key("gateway", 2 * cancelled + 2), world.now)
+            world.core.cancel(Key("gateway", 2 * cancelled + 2))
             cancelled += 1
     world.run()
     ends = Counter(type(output) for output in world.terminal.values())
@@ -824,7 +824,7 @@ def test_a_grammar_of_another_attempt_of_that_name_is_dropped():
     name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
     old, new = (Request(key=name, prompt=tuple(range(9)), params=SamplingParams()) for _ in range(2))
     side.start("a", name, old, True, 0.0)
-    side.cancel("a", name, 0.0)
+    side.cancel("a", name)
     side.start("a", name, new, True, 0.0)
     grammar = object()
     side.compiled(name, old, GrammarError("too complex"))
@@ -901,9 +901,9 @@ def test_what_is_recorded_of_other_ends(why, ended, told):
     length = 9 if why != "refused" else 400
     side.start("a", name, Request(key=name, prompt=tuple(range(length)), params=SamplingParams()), True, 0.0)
     if why == "cancelled":
-        side.cancel("a", name, 0.0)
+        side.cancel("a", name)
     elif why == "lost":
-        side.disconnect("a", 0.0)
+        side.disconnect("a")
     assert notes == [("ENDED", 0, 0, ended)]
     assert len(side.outputs) == told and not side.requests and not side.holds("a")
 

@@ -228,14 +228,14 @@ def test_the_age_of_the_oldest_lease_is_reported():
     step = side.plan(2.5)
     side.commit(step, StepResult(step.plan.number, (RowResult((50,)),)), 4.0)
     assert side.leases == 2 and side.oldest_lease(5.0) == 3.0
-    side.release("holder", NAME, 5.0)
+    side.release("holder", NAME)
     assert side.leases == 1 and side.oldest_lease(5.0) == 1.0
 
 
 def test_what_is_leased_is_counted_until_it_ends():
     side = computed()
     assert side.leases == 1 and side.oldest_lease(5.0) == 3.0 and side._leased == {"holder": 3}
-    side.release("holder", NAME, 6.0)
+    side.release("holder", NAME)
     assert side.leases == 0 and side.oldest_lease(7.0) == 0.0 and not side._leased
     assert side.counters == PrefillCounters(finished=1, prompt_tokens=len(PROMPT), output_tokens=1)
     assert [getattr(side.counters, name) for name in ("failed", "cancelled", "revoked", "expired")] == [0] * 4
@@ -283,7 +283,7 @@ def test_a_holders_leases_count_together():
     request = Request(third, PROMPT, SamplingParams())
     side.start("holder", third, request, True, 2.0)
     assert side._leased == {"holder": 6} and not side.may_admit(request)
-    side.release("holder", NAME, 3.0)
+    side.release("holder", NAME)
     assert side._leased == {"holder": 3} and side.may_admit(request)
 
 
@@ -320,15 +320,15 @@ def test_only_its_holder_ends_an_attempt():
     side.connect("holder", 0.0)
     side.start("holder", NAME, Request(NAME, PROMPT, SamplingParams()), True, 0.0)
     for speak in (side.cancel, side.release):
-        speak("stranger", NAME, 1.0)
+        speak("stranger", NAME)
         ((to, failed),) = side.outputs
         assert to == "stranger" and failed.reason == "UNKNOWN_ATTEMPT"
         side.outputs.clear()
     assert side.knows(NAME) and side.holds("holder")
-    side.cancel("holder", NAME, 1.0)
+    side.cancel("holder", NAME)
     assert [failed.reason for _, failed in side.outputs] == ["CANCELLED"] and not side.holds("holder")
     side.outputs.clear()
-    side.release("holder", NAME, 2.0)  # crossed the end on the wire
+    side.release("holder", NAME)  # crossed the end on the wire
     assert not side.outputs
 
 
@@ -341,10 +341,10 @@ def test_of_a_cancelled_prompt_its_step_decides_the_answer(end):
         side.start(holder, name, Request(name, PROMPT, SamplingParams()), True, 0.0)
     step = side.plan(1.0)
     first, second = (AttemptName(7, number, 0, 0) for number in (1, 2))
-    side.cancel("holder", first, 1.5)
-    side.cancel("gone", second, 1.5)
+    side.cancel("holder", first)
+    side.cancel("gone", second)
     assert side.requests == 0 and not side.outputs and side.holds("holder")
-    side.disconnect("gone", 1.6)
+    side.disconnect("gone")
     if end == "retires":
         side.commit(step, StepResult(step.plan.number, tuple(RowResult((50,)) for _ in step.records)), 2.0)
     elif end == "fails":
@@ -363,7 +363,7 @@ def test_heartbeats_of_who_is_connected_are_answered():
     side.connect("holder", 100.0)
     for speaker in ("holder", "stranger"):
         side.heartbeat(speaker, 101.0)
-    side.disconnect("holder", 102.0)
+    side.disconnect("holder")
     side.heartbeat("holder", 103.0)
     assert side.outputs == [("holder", Alive())]
 

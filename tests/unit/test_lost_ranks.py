@@ -34,7 +34,7 @@ SECONDS = 60.0
 def engine(monkeypatch):
     """Of two ranks; rank 0 waits 2 seconds for the other."""
     monkeypatch.setattr("baton.worker.ranks.COLLECTIVE_SECONDS", 2.0)
-    engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), INCARNATION, "decode")
+    engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), INCARNATION)
     started = time.monotonic()
     try:
         yield engine
@@ -190,4 +190,4 @@ def test_what_cannot_be_is_refused_before_other_ranks_are_started(monkeypatch, w
     monkeypatch.setattr("baton.worker.engine.Ranks", lambda *_: pytest.fail("ranks are started"))
     config = replace(DecodeConfig(model="demo", tp=2, kv_tokens=1024), **wrong)
     with pytest.raises(BatonError, match=re.escape(text)):
-        build_engine(config, INCARNATION, "decode")
+        build_engine(config, INCARNATION)

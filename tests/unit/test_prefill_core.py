@@ -95,7 +95,7 @@ def test_leased_pages_are_told_apart():
         for page in each.pages
     }
     assert len(leased) == 5 and {page for page, use in enumerate(uses) if use == PageUse.LEASED} == leased
-    node.core.side.release("a", name, 3.0)
+    node.core.side.release("a", name)
     assert PageUse.LEASED not in node.core.page_uses()
 
 
@@ -106,7 +106,7 @@ def test_a_stream_is_closed_when_its_attempts_have_ended():
     node.core.close_when_idle("a", lambda: closed.append("a"))
     node.step()
     assert not closed
-    node.core.side.release("a", name, 3.0)
+    node.core.side.release("a", name)
     node.core.flush(0)
     assert closed == ["a"] and isinstance(node.flushed[-1][1]["a"][0], LeaseFinished)
     node.core.flush(0)

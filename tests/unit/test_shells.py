@@ -137,7 +137,7 @@ def test_cancel_and_pause_reach_the_core_for_what_runs_only():
         node.obey(decode_pb2.GenerateCommand(**command), caller)
     seen = []
     core = SimpleNamespace(
-        cancel=lambda key, now: seen.append((key.caller, key.request)),
+        cancel=lambda key: seen.append((key.caller, key.request)),
         pause=lambda key, paused: seen.append((key.caller, key.request, paused)),
     )
     for call in node.calls:

@@ -63,7 +63,7 @@ class EngineBench:
         started = time.monotonic()
         if device_of(config.device).type == "cpu":
             keep_freed_memory()
-        self.engine = build_engine(config, new_incarnation(), "decode")
+        self.engine = build_engine(config, new_incarnation())
         self.start_seconds = time.monotonic() - started
         self.config = self.engine.config
         self.path = resolve(config.model)

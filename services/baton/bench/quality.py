@@ -72,7 +72,7 @@ def windows(path: Path, text: str, count: int) -> list[list[int]]:
 def score(config: WorkerConfig, texts: list[list[int]], progress: Callable[[], None]) -> Scores:
     """Loads the model, and computes one window at a time as a prompt is computed. Blocks. Raises
     BatonError."""
-    engine = build_engine(config, new_incarnation(), "decode")
+    engine = build_engine(config, new_incarnation())
     try:
         count, groups = -(-WINDOW // engine.layout.page_size), len(engine.pool.layout.groups)
         pages, *more = (tuple(range(group * count, (group + 1) * count)) for group in range(groups))

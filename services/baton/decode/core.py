@@ -170,7 +170,7 @@ class DecodeCore:
         else:
             request.grammar = outcome
 
-    def cancel(self, key: Key, now: float) -> None:
+    def cancel(self, key: Key) -> None:
         """An unknown name has ended: its terminal event is under way to the caller."""
         state = self.unfinished.get(key)
         if state is not None:
@@ -188,14 +188,14 @@ class DecodeCore:
         """Number of paused requests."""
         return sum(state.request.paused for state in list(self.unfinished.values()))
 
-    def caller_gone(self, caller: Hashable, now: float) -> None:
+    def caller_gone(self, caller: Hashable) -> None:
         for state in [r for r in self.unfinished.values() if r.key.caller == caller]:
             self.counters.cancelled += 1
             self._remove(state)
             self.scheduler.close(state.request)
             self.recording.ended(state, "cancelled")
 
-    def hand_back(self, now: float) -> None:
+    def hand_back(self) -> None:
         """The node stops: unfinished requests fail with UNAVAILABLE, to be resumed elsewhere."""
         for state in list(self.unfinished.values()):
             self._fail(state, "UNAVAILABLE", "DRAINING", "the node stops; the request may go on elsewhere")
@@ -206,7 +206,7 @@ class DecodeCore:
         for message in messages:
             self.handoffs.receive(address, message, now)
 
-    def peer_changed(self, address: str, peer: Peer, reason: str, now: float) -> None:
+    def peer_changed(self, address: str, peer: Peer, reason: str) -> None:
         self.peers[address] = peer
         if not peer.up:
             self._peer_down(address, reason)

@@ -258,7 +258,7 @@ class PrefillPeer:
 
     def _changed(self, peer: Peer, reason: str) -> None:
         address = self.address
-        self._node.steps.call(lambda core, now: core.peer_changed(address, peer, reason, now))
+        self._node.steps.call(lambda core, _: core.peer_changed(address, peer, reason))
 
     async def close(self) -> None:
         await self.link.close()

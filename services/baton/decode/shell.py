@@ -49,7 +49,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
 
     def hand_back(self) -> None:
         """Fails running requests with terminal events, after which their callers resume them elsewhere."""
-        self.steps.call(lambda core, now: core.hand_back(now))
+        self.steps.call(lambda core, _: core.hand_back())
 
     # --- what the core has decided ----------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
         stream.half_closed()
 
     def drop(self, stream: DecodeStream) -> None:
-        self.steps.call(lambda core, now: core.caller_gone(stream, now))
+        self.steps.call(lambda core, _: core.caller_gone(stream))
 
     def obey(self, command: decode_pb2.GenerateCommand, caller: DecodeStream) -> None:
         kind = command.WhichOneof("kind")
@@ -109,7 +109,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
     def _cancel(self, cancel: decode_pb2.DecodeCancel, caller: DecodeStream) -> None:
         key = Key(caller, cancel.request)
         if caller.runs(cancel.request, cancel.attempt):
-            self.steps.call(lambda core, now: core.cancel(key, now))
+            self.steps.call(lambda core, _: core.cancel(key))
 
     def _heartbeat(self, caller: DecodeStream) -> None:
         """Answers at once while the step thread is within the time that its step may take; else leaves the

@@ -82,7 +82,7 @@ class PrefillSide:
     def connect(self, holder: Hashable, now: float) -> None:
         self._heard[holder] = now
 
-    def disconnect(self, holder: Hashable, now: float) -> None:
+    def disconnect(self, holder: Hashable) -> None:
         """The holder's stream has ended: drops everything that it held, without a message."""
         self._heard.pop(holder, None)
         for attempt in [a for a in self._attempts.values() if a.holder == holder]:
@@ -142,7 +142,7 @@ class PrefillSide:
         else:
             request.grammar = outcome
 
-    def cancel(self, holder: Hashable, name: AttemptName, now: float) -> None:
+    def cancel(self, holder: Hashable, name: AttemptName) -> None:
         attempt = self._owned(holder, name)
         if attempt is not None:
             self.counters.cancelled += 1
@@ -150,7 +150,7 @@ class PrefillSide:
             if not self._cancelled.hold(attempt):
                 self._answer_cancelled(attempt)
 
-    def release(self, holder: Hashable, name: AttemptName, now: float) -> None:
+    def release(self, holder: Hashable, name: AttemptName) -> None:
         """The holder has its copies. The answer confirms that the lease stood until now."""
         attempt = self._owned(holder, name)
         if attempt is not None:

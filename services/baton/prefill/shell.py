@@ -121,7 +121,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         self.steps.call(lambda core, now: self._when_idle(core, stream))
 
     def drop(self, stream: PrefillStream) -> None:
-        self.steps.call(lambda core, now: core.side.disconnect(stream, now))
+        self.steps.call(lambda core, _: core.side.disconnect(stream))
 
     def _when_idle(self, core: PrefillCore, caller: PrefillStream) -> None:
         def close() -> None:
@@ -135,10 +135,10 @@ class PrefillShell(WorkerShell[PrefillCore]):
             self._start(request.start, caller)
         elif kind == "cancel":
             cancelled = name_from(request.cancel.attempt)
-            self.steps.call(lambda core, now: core.side.cancel(caller, cancelled, now))
+            self.steps.call(lambda core, _: core.side.cancel(caller, cancelled))
         elif kind == "release":
             released = name_from(request.release.attempt)
-            self.steps.call(lambda core, now: core.side.release(caller, released, now))
+            self.steps.call(lambda core, _: core.side.release(caller, released))
         elif kind == "heartbeat":
             self.steps.call(lambda core, now: core.side.heartbeat(caller, now))
         else:

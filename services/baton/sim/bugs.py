@@ -82,11 +82,9 @@ def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, 
         side.outputs.pop()
 
 
-def _any_release_stood(
-    release: Wrong, side: PrefillSide, holder: Hashable, name: AttemptName, now: float
-) -> None:
+def _any_release_stood(release: Wrong, side: PrefillSide, holder: Hashable, name: AttemptName) -> None:
     if name in side._attempts:
-        release(side, holder, name, now)
+        release(side, holder, name)
     else:
         side.outputs.append((holder, LeaseFinished(name, stood=True)))
 

@@ -120,12 +120,10 @@ class Engine:
         self.published.close()
 
 
-def build_engine(
-    config: WorkerConfig, incarnation: int, role: str, stopping: threading.Event | None = None
-) -> Engine:
+def build_engine(config: WorkerConfig, incarnation: int, stopping: threading.Event | None = None) -> Engine:
     """Loads the model and makes the pool; blocks. Raises BatonError with one line that says what to do."""
     try:
-        return _build(config, incarnation, role, stopping)
+        return _build(config, incarnation, stopping)
     except (
         CheckpointError,
         ModelError,
@@ -143,7 +141,7 @@ def build_engine(
         raise failed_precondition(text) from error
 
 
-def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threading.Event | None) -> Engine:
+def _build(config: WorkerConfig, incarnation: int, stopping: threading.Event | None) -> Engine:
     config, device = checked(config)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)

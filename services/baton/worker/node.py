@@ -103,9 +103,7 @@ class WorkerNode(WorkerShell[C]):
         """Loads the model and starts the step thread. Raises BatonError."""
         self.loop = asyncio.get_running_loop()
         self._address = address
-        self.engine = await asyncio.to_thread(
-            build_engine, self.config, self.incarnation, self.role, self._stopping
-        )
+        self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self._stopping)
         self.config, self.model_info = self.engine.config, self.engine.model_info
         self.device = self.engine.device.type
         self.layout, self.page_bytes = self.engine.layout, self.engine.pages.page_bytes
