@@ -19,7 +19,7 @@ from baton.cli.credentials import brief
 from baton.cli.nodes import NodeReport, ask_deployment
 from baton.cli.options import fail, option
 from baton.cli.status import server_option, status_lines, wrong
-from baton.cli.trace import ask_traces, in_order, milliseconds
+from baton.cli.trace import ask_traces, duration, in_order
 from baton.rpc.errors import BatonError
 from baton.v1 import trace_pb2
 
@@ -68,9 +68,9 @@ def request_line(trace: trace_pb2.Trace) -> str:
     colour = {"finished": "green", "failed": "red", "cancelled": "yellow"}.get(trace.outcome, "cyan")
     phase = trace.phases[-1].name if trace.phases and not trace.outcome else ""
     outcome = trace.reason or trace.outcome or f"runs: {phase}"
-    first = milliseconds(trace.ttft_us) if trace.HasField("ttft_us") else "-"
+    first = duration(trace.ttft_us) if trace.HasField("ttft_us") else "-"
     tokens = f"{trace.prompt_tokens} > {trace.output_tokens}"
-    times = f"{first:>9} {milliseconds(trace.total_us):>9}"
+    times = f"{first:>9} {duration(trace.total_us):>9}"
     return f"{trace.id:<24} {times} {tokens:>14}  [{colour}]{escape(outcome)}[/]"
 
 

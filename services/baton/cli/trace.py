@@ -87,7 +87,7 @@ def in_order(traces: Iterable[trace_pb2.Trace], request: trace_pb2.GetTracesRequ
     return sorted(traces, key=lambda trace: -getattr(trace, key))[: request.limit]
 
 
-def milliseconds(us: int) -> str:
+def duration(us: int) -> str:
     """ "12.3 ms", "1.234 s"."""
     return f"{us / 1e6:.3f} s" if us >= 1_000_000 else f"{us / 1e3:.1f} ms"
 
@@ -96,11 +96,9 @@ def title(trace: trace_pb2.Trace) -> str:
     outcome = trace.outcome or "runs"
     if trace.reason:
         outcome += f" ({trace.reason})"
-    first = f"first token {milliseconds(trace.ttft_us)}, " if trace.HasField("ttft_us") else ""
+    first = f"first token {duration(trace.ttft_us)}, " if trace.HasField("ttft_us") else ""
     tokens = f"{trace.prompt_tokens} > {trace.output_tokens} tokens"
-    return (
-        f"{outcome}, {first}{'end' if trace.outcome else 'so far'} {milliseconds(trace.total_us)}, {tokens}"
-    )
+    return f"{outcome}, {first}{'end' if trace.outcome else 'so far'} {duration(trace.total_us)}, {tokens}"
 
 
 def lines(trace: trace_pb2.Trace, width: int) -> list[Text]:
@@ -120,7 +118,7 @@ def lines(trace: trace_pb2.Trace, width: int) -> list[Text]:
     for event in trace.events:
         if event.event.kind in _EVENTS_WORTH_A_LINE:
             what = trace_pb2.EventKind.Name(event.event.kind).removeprefix("EVENT_").lower()
-            text = f"{milliseconds(max(0, event.at_us)):>9} {event.role} {event.address} {what}"
+            text = f"{duration(max(0, event.at_us)):>9} {event.role} {event.address} {what}"
             found.append(Text(f"{text} {event.event.text}".rstrip(), style="red"))
     for line in found:
         line.truncate(width, overflow="ellipsis")
@@ -147,8 +145,8 @@ def _line(
     colour = COLOURS.get(phase.name, "white")
     more = " " if phase.HasField("end_us") else "…"
     return Text.assemble(
-        (f"{milliseconds(phase.start_us):>9} ", "dim"),
-        f"{milliseconds(end - phase.start_us):>9} ",
+        (f"{duration(phase.start_us):>9} ", "dim"),
+        f"{duration(end - phase.start_us):>9} ",
         (f"{phase.name:<8} ", colour),
         (" " * first + "█" * (last - first) + more + " " * (bar - last), colour),
         (f" {names[phase.role, phase.address]:<{who}} ", "dim"),

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from baton.engine.plan import SlotInit
-from baton.engine.sampling import SamplingParams
 from baton.layers.transfer import to_device
 
 
@@ -17,7 +16,6 @@ class SlotStates:
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._device = device
-        self.params: list[SamplingParams | None] = [None] * max_slots
         self.temperature = np.zeros(max_slots, np.float32)
         self.top_k = np.zeros(max_slots, np.int64)
         self.top_p = np.ones(max_slots, np.float32)
@@ -48,7 +46,6 @@ class SlotStates:
 
     def init(self, init: SlotInit) -> None:
         slot, params = init.slot, init.params
-        self.params[slot] = params
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k
         self.top_p[slot] = params.top_p

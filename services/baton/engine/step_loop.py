@@ -215,10 +215,6 @@ class StepLoop(Generic[C]):
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
     def broken(self) -> str:
         """Why further steps would fail too; empty: they may succeed."""
         return self._pipeline.broken

@@ -52,7 +52,7 @@ class StepWatchdog:
 
     def limit(self, tokens: int, floor: float) -> float:
         """Seconds, at least `floor`, after which a step of `tokens` tokens is stuck. May be called in
-        another thread than `took`."""
+        another thread than `add`."""
         if tokens <= 0:
             return floor
         bounds = [seconds * max(1.0, tokens / size) for size, seconds in list(self._seconds.items())]

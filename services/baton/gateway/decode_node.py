@@ -98,9 +98,7 @@ class DecodePeer:
         self._accept = accept
         self._dial = dial
         self._sinks: dict[int, TokenSink] = {}
-        self._cancelled: dict[
-            int, int
-        ] = {}  # request: attempt, whose terminal event the node has not sent yet
+        self._cancelled: set[int] = set()  # requests whose terminal event the node has not sent yet
         self._liveness = Liveness(silence)
         self._ticking: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -183,7 +181,7 @@ class DecodePeer:
         self._link.send(decode_pb2.GenerateCommand(pause=pause))
 
     def _send_cancel(self, request: int, attempt: int) -> None:
-        self._cancelled[request] = attempt
+        self._cancelled.add(request)
         cancel = decode_pb2.DecodeCancel(request=request, attempt=attempt)
         self._link.send(decode_pb2.GenerateCommand(cancel=cancel))
 
@@ -216,7 +214,8 @@ class DecodePeer:
         if kind not in ("finished", "failed"):
             _log.warning("unexpected event", decode=self.address, kind=kind or "none")
             return
-        if self._cancelled.pop(event.request, None) is not None:
+        if event.request in self._cancelled:
+            self._cancelled.remove(event.request)
             return
         sink = self._sinks.get(event.request)
         if sink is None or sink.attempt != event.attempt:

@@ -255,10 +255,10 @@ class RequestTimer:
         self._first_token: float | None = None
         self._last_token = 0.0
         self._gaps = self._late = 0
+        """Tokens of the first choice after its first message, and those of them that missed the target."""
         self._phase = ("admit", self._started)
         self.phases: dict[str, float] = {}
         """Seconds of each phase before the first decode node gets the request."""
-        """Tokens of the first choice after its first message, and those of them that missed the target."""
 
     def begin_phase(self, name: str) -> None:
         """The phase before ends. Empty: the phases that the gateway measures are over."""

@@ -99,9 +99,9 @@ class RequestBatch:
             request = self._requests[number]
             while events := request.take():
                 for event in events:
-                    self._sort(number, request, event)
+                    self._sort(number, event)
 
-    def _sort(self, number: int, request: Request, event: inference_pb2.GenerateResponse) -> None:
+    def _sort(self, number: int, event: inference_pb2.GenerateResponse) -> None:
         kind = event.WhichOneof("kind")
         if kind == "delta":
             self._taken.append((number * self.n + event.delta.choice, event.delta))

@@ -278,7 +278,7 @@ def set_end(
     chat.continue_final_message = continue_final_message
 
 
-_MODES = {
+TOOL_MODES = {
     "none": tokenizer_pb2.ToolChoice.MODE_NONE,
     "auto": tokenizer_pb2.ToolChoice.MODE_AUTO,
     "required": tokenizer_pb2.ToolChoice.MODE_REQUIRED,
@@ -291,7 +291,7 @@ def _choose(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
         chat.tool_choice.mode = tokenizer_pb2.ToolChoice.MODE_REQUIRED
         chat.tool_choice.name = choice.function.name
     elif choice is not None:
-        chat.tool_choice.mode = _MODES[choice]
+        chat.tool_choice.mode = TOOL_MODES[choice]
     if request.parallel_tool_calls is not None:
         chat.parallel_tool_calls = request.parallel_tool_calls
 

@@ -105,8 +105,7 @@ async def encode_prompt(
     asking: Callable[[str], None] = lambda address: None,
 ) -> Prompt:
     """The tokens of the whole prompt, including those of the session. name: the request's. traceparent: its
-    trace context. asking: called
-    with the address of each tokenizer before it is asked."""
+    trace context. asking: called with the address of each tokenizer before it is asked."""
     earlier = session.token_ids if session is not None else []
     kind = start.WhichOneof("prompt")
     if kind == "tokens":

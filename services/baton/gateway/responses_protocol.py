@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from baton.gateway.openai_chat import Reasoning
+from baton.gateway.openai_chat import TOOL_MODES, Reasoning
 from baton.gateway.openai_errors import ApiError, invalid_value
 from baton.gateway.openai_fields import Elements, Int64, Strict, TopK
 from baton.gateway.responses_items import InputItem, ReasoningItem, input_messages
@@ -146,13 +146,6 @@ class ResponsesRequest(Conversation):
         return any(isinstance(item, ReasoningItem) and bool(item.content and item.summary) for item in items)
 
 
-_MODES = {
-    "none": tokenizer_pb2.ToolChoice.MODE_NONE,
-    "auto": tokenizer_pb2.ToolChoice.MODE_AUTO,
-    "required": tokenizer_pb2.ToolChoice.MODE_REQUIRED,
-}
-
-
 def response_start(
     request: ResponsesRequest, earlier: Iterable[tokenizer_pb2.ChatMessage]
 ) -> inference_pb2.GenerateStart:
@@ -226,6 +219,6 @@ def _add_tools(request: ResponsesRequest, chat: tokenizer_pb2.ChatPrompt) -> Non
         chat.tool_choice.mode = tokenizer_pb2.ToolChoice.MODE_REQUIRED
         chat.tool_choice.name = choice.name
     elif choice is not None and (chat.tools or choice == "required"):
-        chat.tool_choice.mode = _MODES[choice]
+        chat.tool_choice.mode = TOOL_MODES[choice]
     if request.parallel_tool_calls is not None:
         chat.parallel_tool_calls = request.parallel_tool_calls

@@ -75,7 +75,7 @@ class KvPool:
         total = num_pages + spare
         size = total * layout.page_bytes
         if storage is None:
-            # On a GPU kernels read behind a sequence's end: `attention.fa3`.
+            # Kernels on a GPU multiply entries behind a sequence's end by 0, and 0 times NaN is NaN.
             make = torch.empty if self.device.type == "cpu" else torch.zeros
             raw = make(size, dtype=torch.uint8, device=self.device)
         else:

@@ -225,13 +225,13 @@ def join(host: str, port: int, secret: str, what: Join, seconds: float = JOIN_SE
                 raise JoinError(f"--master {address} cannot be reached: {error}") from None
         time.sleep(RETRY_SECONDS)
     try:
-        return _introduce(own, address, secret.encode(), what)
+        return _introduce(own, secret.encode(), what)
     except (OSError, ChannelError, ValueError) as error:
         own.close()
         raise JoinError(f"--master {address}: {error}") from None
 
 
-def _introduce(own: socket.socket, address: str, secret: bytes, what: Join) -> Joined:
+def _introduce(own: socket.socket, secret: bytes, what: Join) -> Joined:
     nonce = secrets.token_bytes(NONCE)
     own.sendall(MAGIC + nonce)
     answer = _read(own, 2 * NONCE, time.monotonic() + TURN_SECONDS)

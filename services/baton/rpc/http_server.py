@@ -54,7 +54,6 @@ class HttpServer:
         keep_alive False: a connection is closed after its first answer. on_malformed: called with the
         client's address for what is no HTTP request and never reaches the application."""
         self._sockets = list(sockets)
-        context = tls
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -70,7 +69,7 @@ class HttpServer:
                 timeout_keep_alive=IDLE_SECONDS,
                 timeout_graceful_shutdown=int(STOP_SECONDS),
                 h11_max_incomplete_event_size=2 * max_header_bytes,
-                ssl_context_factory=(lambda _config, _default: context) if context is not None else None,
+                ssl_context_factory=(lambda _config, _default: tls) if tls is not None else None,
             )
         )
         self._task: asyncio.Task[None] | None = None

@@ -1,4 +1,4 @@
-"""Serves Cache.Watch, a worker's prefix tree and load: the shell around kvcache.tree_log."""
+"""Serves Cache.Watch, a worker's prefix tree and load: the shell around kvcache.kv_events."""
 
 from __future__ import annotations
 

@@ -82,10 +82,7 @@ def make_pool(
 def gpu_pool(layout: KvLayout, num_pages: int, device: torch.device, shard: Shard) -> KvPool:
     """A rank's. `layout`: of all heads."""
     layout, heads = own_part(layout, shard, device)
-    pool = KvPool(layout, num_pages, device, spare=1, heads=heads)
-    # Kernels multiply entries behind a sequence's end by 0, and 0 times NaN is NaN: so no page may hold NaN.
-    pool.raw.zero_()
-    return pool
+    return KvPool(layout, num_pages, device, spare=1, heads=heads)
 
 
 def first_byte(layout: KvLayout, shard: Shard) -> int:

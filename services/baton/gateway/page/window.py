@@ -81,10 +81,6 @@ class Window:
             )
         )
 
-    def times(self) -> list[float]:
-        """Of all samples, oldest first."""
-        return [sample.at for sample in self._samples]
-
     def running(self, index: int) -> int:
         return self._samples[index].running
 
