@@ -18,6 +18,7 @@ from baton.models.body import why_not_fused
 from baton.models.config import ModelError, read_config
 from baton.models.loader import declared, fingerprint, load_model, read_weights, weight_bytes
 from baton.models.registry import FAMILIES, build
+from baton.models.tensor_files import file_names
 from baton.rpc.errors import BatonError
 from baton.worker.memory import check_weights, free_and_total
 from baton.worker.model import quantized
@@ -69,6 +70,13 @@ def write_shards(path, tensors, count):
         save_file({name: tensors[name] for name in names[i::count]}, path / file)
     index = {name: files[at % count] for at, name in enumerate(names)}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}'])
+def test_a_damaged_index_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"index\.json is damaged"):
+        file_names(tmp_path)
 
 
 @pytest.mark.parametrize("count", [1, 3, 11])
