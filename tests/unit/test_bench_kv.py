@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from click.testing import CliRunner
 
+from baton.bench.transfer import fitting
 from baton.cli.bench_kv import kv
+from baton.kvcache.pool import KvLayout
 
 KV = (sys.executable, "-c", "from baton.cli.bench_kv import kv; kv()")
 
@@ -79,3 +82,10 @@ def test_what_cannot_be_measured(arguments, code, text):
     result = CliRunner().invoke(kv, arguments)
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == code and text in result.stderr, result.stderr
+
+
+def test_lengths_fit_if_both_pools_do(monkeypatch):
+    layout = KvLayout(1, 1, 1, 16, torch.float32)
+    usage = SimpleNamespace(free=4 * 100 * layout.page_bytes)  # each pool has twice a prompt's pages and one
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    assert fitting((16 * 99, 16 * 100), layout, torch.device("cpu")) == (16 * 99,)

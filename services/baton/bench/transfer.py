@@ -244,8 +244,7 @@ class KvBench:
         methods = methods_for(self.device, self.quotas, self.ranks)
         load = Load(self.device) if self.decode_load else None
         total = len(methods) * (len(self.lengths) * (self.repeats + 1) + self.decode_load)
-        # Room for the longest prompt while other prompts hold half of the pool.
-        pages = 2 * -(-max(self.lengths) // self.layout.page_size) + 1
+        pages = pool_pages(max(self.lengths), self.layout)
         rates: list[Rate] = []
         slowdowns: list[Slowdown] = []
         async with two_pools(self.layout, pages, self.device, self.owner_gpu, self.ranks) as pools:
@@ -293,12 +292,16 @@ def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> K
     )
 
 
+def pool_pages(tokens: int, layout: KvLayout) -> int:
+    """Room for a prompt of so many tokens while others hold half of the pool."""
+    return 2 * -(-tokens // layout.page_size) + 1
+
+
 def fitting(lengths: Sequence[int], layout: KvLayout, device: torch.device) -> tuple[int, ...]:
     """The lengths for which two pools fit into free memory."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else shutil.disk_usage("/dev/shm").free
-    token = layout.page_bytes / layout.page_size
-    return tuple(length for length in lengths if 3 * length * token < free)
+    return tuple(each for each in lengths if 2 * pool_pages(each, layout) * layout.page_bytes < free)
 
 
 PAGES = (4, 128)
