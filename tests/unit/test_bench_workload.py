@@ -132,6 +132,13 @@ def test_questions_are_spread_over_the_documents():
     assert replace(CHATS, opening=50).longest == 8 + 50 + 30 + 3
 
 
+def test_documents_have_a_shared_prefix_too():
+    work = replace(OPEN, kind="documents", shared_prefix=16, question_tokens=Range(5, 5))
+    jobs = work.jobs(1000, 100)
+    assert len({tuple(job.prompt[:16]) for job in jobs}) == 1 < len({job.prompt[16] for job in jobs})
+    assert max(len(job.prompt) + job.output_tokens for job in jobs) == work.longest == 16 + 9 + 5 + 3
+
+
 def test_conversations_open_with_what_they_are_about():
     jobs = replace(CHATS, opening=50).jobs(1000, 10_000)
     assert all(8 + 50 + 20 <= len(job.prompt) <= 8 + 50 + 30 for job in jobs if not job.continues)

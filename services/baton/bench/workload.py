@@ -94,9 +94,10 @@ def documents_jobs(
     work: Workload, times: list[float], vocabulary: int, context: int, seed: tuple[int, ...]
 ) -> list[Job]:
     """A question at each of the times: one of `documents` documents of `prompt_tokens`, chosen uniformly, and
-    `question_tokens` after it."""
+    `question_tokens` after it; before it what all share."""
+    prefix = _prefix(work, vocabulary)
     made = [np.random.default_rng((*seed, 0, number)) for number in range(work.documents)]
-    documents = [_tokens(draw, vocabulary, work.prompt_tokens.draw(draw)) for draw in made]
+    documents = [[*prefix, *_tokens(draw, vocabulary, work.prompt_tokens.draw(draw))] for draw in made]
     jobs = []
     for index, at in enumerate(times):
         draw = np.random.default_rng((*seed, 1, index))
@@ -184,7 +185,8 @@ class Workload:
     def longest(self) -> int:
         """Most tokens of a request and its output; for a conversation those of its first turn."""
         question = self.question_tokens.high if self.kind == "documents" else 0
-        prefix = self.shared_prefix + self.opening if self.kind == "conversation" else 0
+        opening = self.opening if self.kind == "conversation" else 0
+        prefix = 0 if self.kind == "random" else self.shared_prefix + opening
         return prefix + self.prompt_tokens.high + question + self.output_tokens.high
 
     def warm_up(self, count: int, vocabulary: int, context: int) -> list[Job]:
