@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 import threading
@@ -56,6 +57,20 @@ def test_a_rank_joins_and_both_sides_talk(master):
     with pytest.raises(ChannelClosed):
         joined.channel.next()
     joined.channel.close()
+
+
+def test_a_failure_to_accept_does_not_end_listening(monkeypatch):
+    accept, failures = socket.socket.accept, iter([OSError(errno.EMFILE, "too many open files")])
+
+    def accept_later(listener):
+        for failure in failures:
+            raise failure
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    with contextlib.closing(Master("127.0.0.1", 0, SECRET, [(1, PLANS)], {"--dtype": "float32"})) as master:
+        master.start({})
+        come(master).channel.close()
 
 
 def test_another_secret_is_refused_on_both_sides(master):

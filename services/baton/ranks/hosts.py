@@ -158,8 +158,10 @@ class Master:
             self._slots.acquire()  # each handshake ends in time; who comes meanwhile waits in the backlog
             try:
                 own, address = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # closed; or for now, such as too many open files
+                self._slots.release()
+                time.sleep(RETRY_SECONDS)
+                continue
             threading.Thread(target=self._handshake, args=(own, address[0]), daemon=True).start()
 
     def _handshake(self, own: socket.socket, peer: str) -> None:
