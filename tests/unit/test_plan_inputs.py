@@ -77,8 +77,9 @@ def test_a_trace_is_read_and_one_that_is_none_says_so(tmp_path):
         ("[1]", "no trace"),
         ('[{"at": 1, "prompt": 5}]', "no trace"),
         ('[{"at": 1, "prompt": 5, "output": 2}]', "two or more"),
-        ('[{"at": 1, "prompt": 0, "output": 2}, {"at": 1, "prompt": 5, "output": 2}]', "lengths of 1"),
-        ('[{"at": 1, "prompt": 99, "output": 2}, {"at": 1, "prompt": 5, "output": 2}]', "holds 100"),
+        ('[{"at": 1, "prompt": 5, "output": 2}, {"at": 1, "prompt": 5, "output": 2}]', "two or more times"),
+        ('[{"at": 0, "prompt": 0, "output": 2}, {"at": 1, "prompt": 5, "output": 2}]', "lengths of 1"),
+        ('[{"at": 0, "prompt": 99, "output": 2}, {"at": 1, "prompt": 5, "output": 2}]', "holds 100"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=wrong):

@@ -164,8 +164,9 @@ def read_trace(path: Path, context: int, shared_prefix: int = 0) -> Traffic:
     except (KeyError, TypeError, ValueError) as error:
         form = '[{"at": 0.5, "prompt": 300, "output": 64}, ...]'
         raise ValueError(f"{path} is no trace, a JSON list such as {form}: {error!r}") from error
-    if len(arrivals) < 2 or arrivals[0].at < 0 or min(min(a.prompt, a.output) for a in arrivals) < 1:
-        raise ValueError(f"trace {path}: two or more requests, times from 0 on, lengths of 1 or more")
+    rising = len(arrivals) >= 2 and 0 <= arrivals[0].at < arrivals[-1].at  # all at once have no rate
+    if not rising or min(min(a.prompt, a.output) for a in arrivals) < 1:
+        raise ValueError(f"trace {path}: requests at two or more times from 0 on, lengths of 1 or more")
     too_long = [a for a in arrivals if a.prompt + a.output > context]
     if too_long:
         total = too_long[0].prompt + too_long[0].output
