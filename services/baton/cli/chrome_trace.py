@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from baton.cli.nodes import ORDER
 from baton.v1 import trace_pb2
 
-ROLES = ("gateway", "tokenizer", "prefill", "decode")
 _MARKED = (trace_pb2.EVENT_RETRIED, trace_pb2.EVENT_RESUMED, trace_pb2.EVENT_RETRACTED)
 
 
@@ -35,7 +35,7 @@ def chrome_trace(traces: Sequence[trace_pb2.Trace]) -> dict[str, Any]:
 
 def _rank(place: tuple[str, str]) -> tuple[int, str]:
     role, address = place
-    return (ROLES.index(role) if role in ROLES else len(ROLES)), address
+    return ORDER.get(role, len(ORDER)), address
 
 
 def _phases(
