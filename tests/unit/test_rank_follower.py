@@ -44,5 +44,5 @@ def test_where_no_process_can_be_waited_for_the_parent_becomes_another(monkeypat
     monkeypatch.setattr(follower.os, "pidfd_open", refuse)
     event = ended(os.getppid())
     assert not event.wait(0.5)
-    monkeypatch.setattr(follower.os, "getppid", lambda: 1)
+    monkeypatch.setattr(follower.os, "getppid", lambda: -1)
     assert event.wait(5)
