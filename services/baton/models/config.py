@@ -60,8 +60,8 @@ class ModelConfig:
 
 
 IMPLEMENTATIONS = ("auto", "baton", "transformers")
-SILU_ONLY = frozenset(FAMILIES) - {"Gemma3ForCausalLM", "GptOssForCausalLM"}
-"""Families that do not ask config.json for the activation."""
+SILU_ONLY = ("deepseek", "llama", "mixtures")
+"""Modules of families that do not ask config.json for the activation."""
 WINDOWS_BY_LAYER = frozenset(
     {"Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
@@ -136,7 +136,7 @@ def _convert(hf: Any, path: Path, context_length: int | None, implementation: st
         if activation not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
             raise ModelError(f"hidden_act {activation!r} is not supported; supported are {known}")
-        if activation != "silu" and name in SILU_ONLY:
+        if activation != "silu" and FAMILIES[name] in SILU_ONLY:
             raise ModelError(f"hidden_act {activation!r} of {name} is not supported, only 'silu'")
         if getattr(hf, "pretraining_tp", 1) not in (1, None):
             raise ModelError("pretraining_tp other than 1 is not supported")
