@@ -222,6 +222,7 @@ async def test_unattributable_messages_are_rejected_and_end_nothing():
 
 
 NAN = float("nan")
+TOOLS = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}
 CONTINUED = {"messages": [{"role": "assistant", "content": "x"}], "continue_final_message": True}
 BAD = [
     ({}, "prompt"),
@@ -242,6 +243,9 @@ BAD = [
     ({"text": "x", "timeout_ms": 10**9}, "timeout_ms"),
     ({"text": "x", "session": "s", "n": 2}, "n"),
     ({"chat": CONTINUED, "session": "s"}, "chat.continue_final_message"),
+    ({"chat": {**TOOLS, "tool_choice": {"mode": 3}}, "raw_output": True}, "raw_output"),
+    ({"chat": {**TOOLS, "parallel_tool_calls": False}, "raw_output": True}, "raw_output"),
+    ({"chat": {**TOOLS, "tools": [{"name": "f", "strict": True}]}, "raw_output": True}, "raw_output"),
     ({"text": "x", "sampling": {"temperature": -1}}, "sampling.temperature"),
     ({"text": "x", "sampling": {"temperature": NAN}}, "sampling.temperature"),
     ({"text": "x", "sampling": {"top_p": 0}}, "sampling.top_p"),

@@ -49,6 +49,15 @@ def check_start(
     if start.session and start.chat.continue_final_message:
         text = "chat.continue_final_message: not in a session, which keeps its messages as they are"
         raise invalid("chat.continue_final_message", text)
+    if start.raw_output and _bounds_calls(start.chat):
+        text = "raw_output: calls are not recognized in it, so none can be required, strict, or the only one"
+        raise invalid("raw_output", text)
+
+
+def _bounds_calls(chat: tokenizer_pb2.ChatPrompt) -> bool:
+    required = chat.tool_choice.mode == tokenizer_pb2.ToolChoice.MODE_REQUIRED
+    single = chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls
+    return required or single or any(tool.strict for tool in chat.tools)
 
 
 def check_embed(
