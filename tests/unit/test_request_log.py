@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from types import SimpleNamespace
 
 import pytest
 import structlog
 from structlog.testing import capture_logs
 
 from baton.gateway import request_log as module
+from baton.gateway.recorded_calls import recorded_call
 from baton.gateway.request_log import EndedRequest, RequestLog
+from baton.rpc.errors import unavailable
 
 
 def ending(name, seconds=0.5):
@@ -39,6 +43,31 @@ async def test_each_that_finishes_or_fails_has_a_line_at_once(lines):
         {"event": "finished", "request": "a", **common},
         {"event": "failed", "request": "b", "reason": "BAD_PEER", **common},
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "reason"),
+    [
+        (None, "finished", ""),
+        (unavailable("later", "STOPPING"), "failed", "STOPPING"),
+        (KeyError("unforeseen"), "failed", "INTERNAL"),
+        (asyncio.CancelledError(), "cancelled", ""),
+    ],
+)
+def test_a_call_is_recorded_as_it_ends(error, outcome, reason):
+    added = []
+    gateway = SimpleNamespace(
+        incarnation=1,
+        next_number=lambda: 2,
+        call=lambda _: contextlib.nullcontext(),
+        model_name="m",
+        request_log=SimpleNamespace(add=lambda outcome, _, reason: added.append((outcome, reason))),
+    )
+    key = SimpleNamespace(name="")
+    with contextlib.suppress(BaseException), recorded_call(gateway, key, "tokenize", computes=False):
+        if error is not None:
+            raise error
+    assert added == [(outcome, reason)]
 
 
 async def test_those_cancelled_in_one_turn_share_one(lines):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,14 +26,17 @@ class RecordedCall:
 def recorded_call(gateway: Gateway, api_key: ApiKey, api: str, *, computes: bool) -> Iterator[RecordedCall]:
     """Has a line in the request log; one that computes something counts in the key's metrics too. Raises
     BatonError if no call can be taken now."""
-    began, outcome, reason = time.monotonic(), "cancelled", ""
+    began, outcome, reason = time.monotonic(), "failed", "INTERNAL"
     made = RecordedCall(f"{gateway.incarnation:016x}-{gateway.next_number()}")
     with gateway.call(api_key):
         try:
             yield made
-            outcome = "finished"
+            outcome, reason = "finished", ""
         except BatonError as error:
-            outcome, reason, error.recorded = "failed", error.reason, True
+            reason, error.recorded = error.reason, True
+            raise
+        except asyncio.CancelledError:
+            outcome, reason = "cancelled", ""
             raise
         finally:
             took = time.monotonic() - began
