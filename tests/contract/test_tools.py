@@ -107,6 +107,9 @@ async def test_over_grpc():
         assert events[-1].finished.usage.reasoning_tokens > 0
         await stream.start("b", chat=chat, raw_output=True)
         assert "".join(event.delta.text for event in await stream.until_end("b")) == SAID
+        chat.tools[0].strict, chat.tool_choice.mode = True, tokenizer_pb2.ToolChoice.MODE_NONE
+        await stream.start("c", chat=chat, raw_output=True)
+        assert "".join(event.delta.text for event in await stream.until_end("c")) == SAID
 
 
 async def test_a_model_whose_calls_are_not_known(tmp_path):

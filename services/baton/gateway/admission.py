@@ -55,6 +55,8 @@ def check_start(
 
 
 def _bounds_calls(chat: tokenizer_pb2.ChatPrompt) -> bool:
+    if not chat.tools or chat.tool_choice.mode == tokenizer_pb2.ToolChoice.MODE_NONE:
+        return False
     required = chat.tool_choice.mode == tokenizer_pb2.ToolChoice.MODE_REQUIRED
     single = chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls
     return required or single or any(tool.strict for tool in chat.tools)
