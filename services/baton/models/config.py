@@ -179,7 +179,8 @@ def _choose(hf: Any, implementation: str) -> tuple[str, str]:
         known = ", ".join(IMPLEMENTATIONS)
         raise ModelError(f"model implementation {implementation!r} is not known; known are {known}")
     if ours and implementation != "transformers":
-        if (other := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf.model_type)) != name:
+        # A type that transformers does not know is that of a family of one's own.
+        if (other := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf.model_type, name)) != name:
             raise ModelError(
                 f"config.json is that of a {other} (model_type), but its architectures has {name}; "
                 "correct the wrong one"
