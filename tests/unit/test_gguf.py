@@ -450,6 +450,9 @@ def test_names(small, monkeypatch):
         ("glm4-moe", "expert_gating_func", 1, "expert_gating_func 1 is not supported"),
         ("qwen3-moe", "leading_dense_block_count", 1, "leading_dense_block_count is not supported"),
         ("qwen3", "attn_logit_softcapping", 30.0, "attn_logit_softcapping is not supported"),
+        ("qwen3", "attention.causal", False, "attention.causal false is not supported"),
+        ("llama-yarn", "rope.scaling.attn_factor", 0.5, "attn_factor is supported with longrope only"),
+        ("gemma3", "attn_logit_softcapping", 30.0, "attn_logit_softcapping is not supported"),
         ("gemma3", "final_logit_softcapping", 30.0, "final_logit_softcapping is not supported"),
         (
             "gemma3",

@@ -212,7 +212,13 @@ def test_what_is_not_computed_is_refused_in_one_line(checkpoint, changes, words)
 @pytest.mark.parametrize(
     ("variant", "changes", "words"),
     [
-        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "rotates 32 values of a head, not 16"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.5}},
+            "rotates 16 values of a head, not 24",
+        ),
+        ("deepseek-v3", {"head_dim": 64}, "rotates 8 values of a head, not 64"),
         ("qwen3", {"is_causal": False}, "is_causal"),
         ("qwen3", {"architectures": ["LlamaForCausalLM"]}, "that of a Qwen3ForCausalLM"),
         ("qwen3", {"layer_types": ["chunked_attention", "full_attention"]}, "layer_types has 'chunked"),
@@ -224,6 +230,8 @@ def test_what_is_not_computed_is_refused_in_one_line(checkpoint, changes, words)
         ("deepseek-v2", {"topk_group": 1}, "3 of the 8 experts"),
         ("deepseek-v2", {"n_group": 3}, "2 of 3 groups"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek-v3", {"n_shared_experts": 0}, "shared_experts.gate_proj.weight is empty"),
+        ("deepseek-v3", {"q_lora_rank": 0}, "q_a_layernorm.weight is empty"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
     ],
 )

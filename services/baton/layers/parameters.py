@@ -83,8 +83,12 @@ class Parameters:
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
         cut: Cut | None = None,
     ) -> None:
-        """`shape`: in the checkpoint, where it is not the target's."""
+        """`shape`: in the checkpoint, where it is not the target's. Raises CheckpointError if it is empty."""
         own = shape or torch.Size(target.shape)
+        if not own.numel():
+            raise CheckpointError(
+                f"by config.json the tensor {self.prefix}{name} is empty: its shape is {list(own)}"
+            )
         self.table[self.prefix + name] = Parameter(target, own, fill, convert, cut)
 
     def tensor(self, name: str, *shape: int, fill: Fill = "normal", cut: Cut | None = None) -> torch.Tensor:

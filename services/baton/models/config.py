@@ -215,8 +215,12 @@ def make_rope(config: ModelConfig, layer_type: str | None = None) -> Rope:
         rope = rope_of(config.hf, config.used_length, layer_type)
     except (ValueError, KeyError) as error:
         raise ModelError(f"rope_parameters of config.json cannot be used: {first_line(error)}") from error
-    if rope.dim != config.head_dim and config.architecture not in PARTIAL_ROTATION:
-        raise ModelError(f"partial_rotary_factor is not supported with {config.architecture}")
+    whole = getattr(config.hf, "qk_rope_head_dim", config.head_dim)
+    if rope.dim > whole or (rope.dim < whole and config.architecture not in PARTIAL_ROTATION):
+        name = config.architecture
+        raise ModelError(
+            f"{name} rotates {whole} values of a head, not {rope.dim} (partial_rotary_factor, head_dim)"
+        )
     return rope
 
 

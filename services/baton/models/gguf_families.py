@@ -73,6 +73,8 @@ def family_of(file: GgufFile) -> GgufFamily:
     for key in _REFUSED:
         if key not in family.known and file.metadata.get(f"{architecture}.{key}"):
             raise CheckpointError(f"{file.path}: {architecture}.{key} is not supported")
+    if not file.value("*.attention.causal", bool, True):
+        raise CheckpointError(f"{file.path}: {architecture}.attention.causal false is not supported")
     return family
 
 

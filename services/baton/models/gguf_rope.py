@@ -35,6 +35,8 @@ def rope_scaling(file: GgufFile) -> dict[str, Any]:
         }
     if "rope_factors_long.weight" in file.tensors:
         return _longrope(file)
+    if file.value("*.rope.scaling.attn_factor", float, 1.0) != 1.0:
+        raise CheckpointError(f"{file.path}: rope.scaling.attn_factor is supported with longrope only")
     kind = file.value("*.rope.scaling.type", str, "linear")
     factor = file.value("*.rope.scaling.factor", float, file.value("*.rope.scale_linear", float, 1.0))
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
