@@ -226,6 +226,7 @@ def test_what_is_not_computed_is_refused_in_one_line(checkpoint, changes, words)
         ("mistral-window", {"sliding_window": -1}, "sliding_window is -1"),
         ("mistral-window", {"layer_types": ["full_attention"] * 2}, "that of a MinistralForCausalLM"),
         ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        ("gemma3", {"final_logit_softcapping": 0.0}, "final_logit_softcapping"),
         ("mixtral", {"num_experts_per_tok": 5}, "5 of the 4 experts"),
         ("deepseek-v2", {"topk_group": 1}, "3 of the 8 experts"),
         ("deepseek-v2", {"n_group": 3}, "2 of 3 groups"),

@@ -42,7 +42,8 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     """Layers with a window rotate otherwise than those without."""
     hf = config.hf
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if getattr(hf, name, None) not in (None, False):
+        value = getattr(hf, name, None)
+        if value is not None and value is not False:  # a cap of 0.0 is refused, too
             raise ModelError(f"{name} of Gemma 3 is not supported")
     ropes = {kind: make_rope(config, kind) for kind in set(hf.layer_types)}
     options = AttentionOptions(scale=hf.query_pre_attn_scalar**-0.5)
