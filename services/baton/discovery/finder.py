@@ -90,6 +90,11 @@ class Finder:
         self._tasks = Tasks()
 
     @property
+    def addresses(self) -> list[str]:
+        """host:port of the nodes that are known now, sorted."""
+        return self._members.addresses
+
+    @property
     def searches(self) -> list[str]:
         """The sources of further nodes, as text."""
         endpoints = self._etcd.endpoints if self._etcd is not None else ()
