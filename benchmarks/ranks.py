@@ -103,7 +103,7 @@ def checkpoint(folder: Path) -> Path:
 
 def engine(model: Path, tp: int, threads: int) -> Engine:
     config = DecodeConfig(model=str(model), load_format="dummy", tp=tp, threads=threads, kv_tokens=8192)
-    return build_engine(config, 0xBE7C0 + tp, "decode")
+    return build_engine(config, 0xBE7C0 + tp)
 
 
 def step_ms(made: Engine, threads: int, rows: int) -> float:

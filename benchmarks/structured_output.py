@@ -136,7 +136,7 @@ class Engine:
             kv_tokens=2 * ROWS * (PROMPT + tokens + 128),
             transports=("grpc",),
         )
-        self.engine = build_engine(config, 1, "decode")
+        self.engine = build_engine(config, 1)
         info = self.engine.model_info
         limits = SchedulerConfig(info.context_length, self.engine.config.token_budget, ROWS)
         self.core = make_core(self.engine.config, limits, self.engine.cache, lambda *_: None)
