@@ -37,6 +37,15 @@ def test_a_parent_has_ended_with_its_last_thread():
     assert ended(other.pid).wait(5)
 
 
+def test_a_parent_that_never_ends_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch):
+    """One that is no parent any more, as when its driver hangs."""
+    monkeypatch.setattr(follower, "PARENT_LOST_SECONDS", 0.5)
+    with subprocess.Popen(SLEEPING, stdout=subprocess.PIPE) as other:
+        event = ended(other.pid)
+        assert not event.wait(0.2) and event.wait(5)
+        other.kill()
+
+
 def test_where_no_process_can_be_waited_for_the_parent_becomes_another(monkeypatch: pytest.MonkeyPatch):
     def refuse(_: int) -> int:
         raise OSError(38, "Function not implemented")

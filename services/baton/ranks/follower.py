@@ -30,7 +30,7 @@ from baton.ranks.followers import (
 from baton.ranks.hosts import JoinError
 
 PARENT_SECONDS = 0.1
-"""How often it is checked whether rank 0 is still there, where its end cannot be waited for."""
+"""How often it is checked whether rank 0 is still there."""
 LOST_SECONDS = 1.0
 """From the end of a connection to that of the rank at its other end."""
 PARENT_LOST_SECONDS = 10.0
@@ -103,17 +103,17 @@ def _end_with(parent: int, left: Sequence[Callable[[], object]]) -> None:
 def wait_for_end(parent: int) -> None:
     """Until the last thread of this process's parent has ended, whose files are closed then. They may not be
     when the parent has become another: threads that have ended do not wait for one whose driver still
-    releases a GPU's memory."""
+    releases a GPU's memory. From then on it waits `PARENT_LOST_SECONDS` at most."""
     try:
-        descriptor = os.pidfd_open(parent)
+        ended = [os.pidfd_open(parent)]
     except ProcessLookupError:
         return
-    except OSError:  # not in gVisor
-        while os.getppid() == parent:
-            time.sleep(PARENT_SECONDS)
-        return
-    select.select([descriptor], [], [])
-    os.close(descriptor)
+    except OSError:
+        ended = []  # gVisor has none
+    while os.getppid() == parent:
+        if select.select(ended, [], [], PARENT_SECONDS)[0]:
+            return
+    select.select(ended, [], [], PARENT_LOST_SECONDS if ended else 0)
 
 
 if __name__ == "__main__":
