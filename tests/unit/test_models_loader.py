@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from baton.config import DecodeConfig
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.parameters import Parameters
 from baton.models.body import why_not_fused
-from baton.models.config import ModelError, read_config
+from baton.models.config import ModelError, read_config, window
 from baton.models.loader import declared, fingerprint, load_model, read_weights, weight_bytes
 from baton.models.registry import FAMILIES, build
 from baton.models.tensor_files import file_names
@@ -270,6 +271,16 @@ def test_sliding_window_is_used_only_below_the_context(tmp_path):
     assert windows(context_length=64) == {None}
     edit_config(tmp_path, sliding_window=256)
     assert windows() == {None}
+
+
+def test_a_family_of_ones_own_has_the_window_that_its_config_names():
+    for hf, found in (
+        ({"sliding_window": 16}, [16, 16]),
+        ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, [None, 16]),
+        ({}, [None, None]),
+    ):
+        config = SimpleNamespace(architecture="OwnForCausalLM", hf=SimpleNamespace(**hf), used_length=64)
+        assert [window(config, index) for index in (0, 1)] == found
 
 
 def test_a_window_that_llama_does_not_have_is_ignored(tmp_path):

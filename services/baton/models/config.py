@@ -62,14 +62,14 @@ class ModelConfig:
 IMPLEMENTATIONS = ("auto", "baton", "transformers")
 SILU_ONLY = ("deepseek", "llama", "mixtures")
 """Modules of families that do not ask config.json for the activation."""
-WINDOWS_BY_LAYER = frozenset(
-    {"Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+NO_WINDOWS = frozenset(
+    {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM"}
 )
-"""Families that ask layer_types which layers have windows."""
+"""Families in which sliding_window, which others have left behind, means nothing."""
 WINDOWS_EVERYWHERE = frozenset(
     {"MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM"}
 )
-"""Families all of whose layers have the window. In others the field means nothing."""
+"""Families that do not ask layer_types which layers have the window: all have."""
 PARTIAL_ROTATION = frozenset({"Glm4MoeForCausalLM", "Phi3ForCausalLM"})
 """Families that may rotate a part of each head."""
 
@@ -196,9 +196,11 @@ def _choose(hf: Any, implementation: str) -> tuple[str, str]:
 
 def window(config: ModelConfig, index: int) -> int | None:
     """Positions that a token of this layer attends to, its own among them; None: all that will be used."""
-    types = config.hf.layer_types if config.architecture in WINDOWS_BY_LAYER else None
-    everywhere = "sliding_attention" if config.architecture in WINDOWS_EVERYWHERE else "full_attention"
-    kind = types[index] if types else everywhere
+    if config.architecture in NO_WINDOWS:
+        return None
+    everywhere = config.architecture in WINDOWS_EVERYWHERE
+    types = None if everywhere else getattr(config.hf, "layer_types", None)
+    kind = types[index] if types else "sliding_attention"
     if kind not in ("full_attention", "sliding_attention"):
         raise ModelError(f"layer_types has {kind!r}; supported are full_attention and sliding_attention")
     size = getattr(config.hf, "sliding_window", None)
