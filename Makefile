@@ -48,7 +48,7 @@ ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@! command -v nvidia-smi > /dev/null || $(BIN)/python -m pytest -q tests/gpu
-	@$(BIN)/python -m pytest -q --lanes $(LANES) --durations=60 --ignore tests/gpu
+	@$(BIN)/python -m pytest -q --lanes $(LANES) $(if $(CI),--rerun-failed) --durations=60 --ignore tests/gpu
 endif
 
 soak: $(VENV)/installed ## Simulate deployments with faults, from a random seed on (SECONDS=600)

@@ -4,6 +4,9 @@ To import torch, transformers and all test files takes longer than most of them;
 lane runs one file after the other and asks for the next one when it begins the last test of its file, so that
 fixtures of the session last as long as the lane. Then one more lane runs the tests marked `alone`. A lane
 that dies fails the test that it ran; the rest of its file goes to a new one.
+
+With `--rerun-failed` each test that failed runs once more in the end, in a lane of its own. If it passes
+then, it counts as passed, and the summary names it as flaky and shows its first failure.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from _pytest._io import TerminalWriter
 
 END_SECONDS = 30.0
 """For lanes that are told to end."""
+MOST_RERUN = 20
+"""Failed tests. If more have failed, something is broken, and none runs again."""
 
 File = deque[int]
 """Tests of one file that a lane has to run, by their places in `session.items`."""
@@ -38,6 +43,9 @@ number = 0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--lanes", type=int, default=0, metavar="N", help="test files side by side, see tests/lanes.py"
+    )
+    parser.addoption(
+        "--rerun-failed", action="store_true", help="with --lanes: run failed tests once more in the end"
     )
 
 
@@ -86,6 +94,9 @@ class Lanes:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._count: int = config.getoption("lanes")
+        self._rerun: bool = config.getoption("rerun_failed")
+        self._failed: dict[str, list[pytest.TestReport]] = {}
+        """With `--rerun-failed`: what has failed so far, and is not reported yet."""
         self._numbers = itertools.count(1)
         self._seconds: dict[str, list[float]] = {}
 
@@ -98,14 +109,38 @@ class Lanes:
         # Whoever runs this and gives up sees what has failed so far.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         alone = [bool(item.get_closest_marker("alone")) for item in session.items]
-        self._run(session, "beside others", self._count, files_of(session, [not one for one in alone]))
-        self._run(session, "alone", 1, files_of(session, alone))
+        try:
+            self._run(session, "beside others", self._count, files_of(session, [not one for one in alone]))
+            self._run(session, "alone", 1, files_of(session, alone))
+        finally:
+            failed, self._failed, self._rerun = self._failed, {}, False
+            again = len(failed) <= MOST_RERUN and sys.exception() is None
+            for reports in failed.values() if not again else ():
+                for report in reports:
+                    self._report(report)
+        if again:
+            self._run_again(session, failed)
         return True
+
+    def _run_again(self, session: pytest.Session, failed: dict[str, list[pytest.TestReport]]) -> None:
+        terminal = self._config.pluginmanager.getplugin("terminalreporter")
+        for place, item in enumerate(session.items):
+            if item.nodeid in failed:
+                before = session.testsfailed
+                self._run(session, "again", 1, deque([deque([place])]))
+                if session.testsfailed == before:
+                    terminal.stats.setdefault("flaky", []).extend(failed[item.nodeid])
+
+    def _report(self, report: pytest.TestReport) -> None:
+        if report.failed and self._rerun:
+            self._failed.setdefault(report.nodeid, []).append(report)
+        else:
+            self._config.hook.pytest_runtest_logreport(report=report)
 
     def _run(self, session: pytest.Session, name: str, count: int, files: deque[File]) -> None:
         began = time.monotonic()
         lanes: dict[Connection, Lane] = {}
-        seconds = self._seconds[name] = []
+        seconds = self._seconds.setdefault(name, [])
         try:
             while files or lanes:
                 while len(lanes) < min(count, len(lanes) + len(files)):
@@ -147,8 +182,7 @@ class Lanes:
     def _tell(self, what: str, of: list[Any]) -> None:
         hook = self._config.hook
         if what == "report":
-            report = hook.pytest_report_from_serializable(config=self._config, data=of[0])
-            hook.pytest_runtest_logreport(report=report)
+            self._report(hook.pytest_report_from_serializable(config=self._config, data=of[0]))
         elif what == "warning":
             hook.pytest_warning_recorded.call_historic(kwargs=of[0])
         elif what == "start":
@@ -159,8 +193,8 @@ class Lanes:
     def _died(self, session: pytest.Session, lane: Lane, code: int) -> None:
         item = session.items[lane.todo.popleft()]
         why = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._config.hook.pytest_runtest_logreport(
-            report=pytest.TestReport(
+        self._report(
+            pytest.TestReport(
                 nodeid=item.nodeid,
                 location=item.location,
                 keywords={},
@@ -175,6 +209,14 @@ class Lanes:
             if seconds:
                 ends = ", ".join(f"{second:.0f}" for second in sorted(seconds))
                 terminalreporter.write_line(f"lanes, {name}: ended after {ends} s")
+        flaky = terminalreporter.stats.get("flaky", [])
+        for report in flaky:
+            terminalreporter.write_sep("_", f"flaky, its first failure: {report.nodeid} ({report.when})")
+            terminalreporter._outrep_summary(report)
+        for report in flaky:
+            terminalreporter.write_line(
+                f"FLAKY {report.nodeid}: failed, and passed when it ran again by itself"
+            )
 
 
 def files_of(session: pytest.Session, wanted: list[bool]) -> deque[File]:

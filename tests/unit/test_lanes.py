@@ -140,3 +140,52 @@ def test_repeats_limits_and_warnings_are_as_without_lanes(tmp_path: Path) -> Non
     assert "DeprecationWarning: an old way" in done.stdout
     assert "UserWarning: Odd: an odd way" in done.stdout
     assert "Timeout (>1.0s)" in done.stdout
+
+
+FLAKY = """
+import os, pathlib
+
+HERE = pathlib.Path(__file__).parent
+
+def first(name):
+    try:
+        (HERE / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+def test_fails_once():
+    print("said before the failure")
+    assert not first("once")
+
+def test_dies_once():
+    if first("died"):
+        os._exit(7)
+
+def test_fails_always():
+    assert not "always"
+
+def test_passes():
+    pass
+"""
+
+
+def test_what_failed_runs_once_more_and_is_named_as_flaky_if_it_passes(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["lanes"]\n')
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    (tmp_path / "test_it.py").write_text(FLAKY)
+    done = run(tmp_path, "--lanes", "1", "--rerun-failed")
+    words = done.stdout.splitlines()
+    assert done.returncode == 1 and words[-1].startswith("1 failed, 3 passed, 2 flaky"), done.stdout
+    assert [word.split(":")[0] for word in words if word.startswith("FLAKY")] == [
+        "FLAKY test_it.py",
+        "FLAKY test_it.py",
+    ]
+    assert "test_fails_once: failed, and passed" in done.stdout
+    assert "said before the failure" in done.stdout and "ended with exit code 7" in done.stdout
+    done = run(tmp_path, "--lanes", "1", "--rerun-failed", "-k", "not always")
+    assert done.returncode == 0 and "flaky" not in done.stdout, done.stdout
+    for name in ("once", "died"):
+        (tmp_path / name).unlink()
+    done = run(tmp_path, "--lanes", "1", "--rerun-failed", "-k", "not always")
+    assert done.returncode == 0 and "3 passed, 1 deselected, 2 flaky" in done.stdout, done.stdout
