@@ -129,6 +129,9 @@ def main(arguments: list[str] | None = None) -> None:
     could not start. An error is one line on stderr."""
     # Else gRPC writes lines of its own about each failed handshake.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # Else Python's child processes, multiprocessing's among them, import modules from the current directory,
+    # where in /tmp anybody may have put them.
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         result: Any = cli.main(args=arguments, prog_name="baton", standalone_mode=False)
         sys.stdout.flush()

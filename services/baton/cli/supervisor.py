@@ -204,7 +204,7 @@ RESTARTS_PER_MINUTE = 5
 FIRST_BACKOFF_SECONDS = 0.2
 STOP_MARGIN_SECONDS = 3.0
 """A child is killed this long after its own limit for draining."""
-SERVE = (sys.executable, "-m", "baton.cli.main", "serve")
+SERVE = (sys.executable, "-P", "-m", "baton.cli.main", "serve")
 
 
 class Backoff:

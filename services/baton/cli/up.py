@@ -96,7 +96,7 @@ def check_workers(settings: Mapping[str, Mapping[str, Any]], prefill: int = 1) -
             asked.append((model, fields, more))
     if not asked:
         return
-    command = [sys.executable, "-m", "baton.cli.worker_check", json.dumps(asked)]
+    command = [sys.executable, "-P", "-m", "baton.cli.worker_check", json.dumps(asked)]
     with Console(stderr=True).status("Checking the model"):
         try:
             check = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)

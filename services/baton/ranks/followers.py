@@ -148,7 +148,7 @@ class Followers:
         rank = setup.shard.rank
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "baton.ranks.follower", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", "baton.ranks.follower", str(theirs.fileno())]
             # Not a console's process group: rank 0 decides when followers end. But the same session: then the
             # kernel ends (SIGHUP) a follower that is stopped when rank 0 ends.
             process = subprocess.Popen(
