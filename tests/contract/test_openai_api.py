@@ -107,6 +107,7 @@ async def test_stream_lines_end_with_done():
         body = {"model": MODEL, "prompt": "x", "stream": True}
         response = await rig.plain.post("/v1/completions", json=body)
         assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["x-accel-buffering"] == "no"
         events = response.text.split("\n\n")
         assert events[-2:] == ["data: [DONE]", ""]
         chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]

@@ -13,7 +13,8 @@ WEATHER = {
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}, "strict": None},
     "cache_control": {"type": "ephemeral"},
 }
-CALL = {"id": "c1", "type": "function", "index": 0, "function": {"name": "get_weather", "arguments": "{}"}}
+CALLED = {"name": "get_weather", "arguments": "{}", "parsed_arguments": {}}
+CALL = {"id": "c1", "type": "function", "index": 0, "extra_content": {}, "function": CALLED}
 HISTORY = [
     {"role": "developer", "content": [{"type": "text", "text": "Be brief.", "cache_control": {}}]},
     {"role": "user", "content": "Hello", "name": "ann", "cache_control": {"type": "ephemeral"}},
@@ -25,6 +26,10 @@ HISTORY = [
         "function_call": None,
         "annotations": [],
         "provider_specific_fields": {"x": 1},
+        "id": "msg_1",
+        "images": [],
+        "parsed": {"a": 1},
+        "reasoning_details": [{"type": "reasoning.text", "text": "Hm."}],
         "reasoning_content": "Hm.",
         "tool_calls": [CALL],
     },
@@ -140,7 +145,8 @@ async def test_a_history_as_clients_send_it():
         body = {**CHAT, "messages": HISTORY, "tools": [WEATHER], "parallel_tool_calls": True}
         response = await rig.plain.post("/v1/chat/completions", json=body)
         names = {"cache_control", "annotations", "provider_specific_fields", "tool_calls.index"}
-        names |= {"content.cache_control"}
+        names |= {"content.cache_control", "id", "parsed", "reasoning_details"}
+        names |= {"tool_calls.extra_content", "tool_calls.function.parsed_arguments"}
         assert ignored(response) == {"tools.cache_control", *(f"messages.{name}" for name in names)}
         prompt = rig.text(rig.decode.starts[0].token_ids)
         assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools") and "20 C" in prompt
@@ -156,6 +162,11 @@ def tools(**function):
 
 WRONG = [
     ("messages", [{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
+    (
+        "messages",
+        [{"role": "assistant", "content": "x", "images": [{"type": "image_url"}]}],
+        "messages[0].images",
+    ),
     ("messages", calls(type="custom"), "messages[0].tool_calls[0].type"),
     (
         "messages",
@@ -308,8 +319,10 @@ async def test_pages_of_other_origins_may_call_where_they_are_allowed(origins):
             "access-control-request-method": "POST",
             "access-control-request-headers": "authorization,content-type",
         }
-        allowed = await rig.plain.options("/v1/chat/completions", headers=asked)
-        assert (allowed.status_code == 200) == bool(origins)
+        private = {"access-control-request-private-network": "true"}  # of a page in the internet
+        for more in {}, private:
+            allowed = await rig.plain.options("/v1/chat/completions", headers=asked | more)
+            assert (allowed.status_code == 200) == bool(origins), allowed.text
         answer = await rig.plain.post("/v1/completions", json=COMPLETION, headers={"origin": origin})
         assert answer.headers.get("access-control-allow-origin") in ([origin, "*"] if origins else [None])
         answer = await rig.plain.get("/version", headers={"origin": "https://other.example.org"})

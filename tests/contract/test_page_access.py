@@ -48,6 +48,7 @@ async def status(http: httpx.AsyncClient, path: str, **headers: str) -> int:
 
 async def frames(http: httpx.AsyncClient) -> AsyncIterator[dict[str, Any]]:
     async with http.stream("GET", "/page/events") as answer:
+        assert answer.headers["x-accel-buffering"] == "no"
         async for line in answer.aiter_lines():
             if line.startswith("data: "):
                 yield json.loads(line[6:])

@@ -138,9 +138,8 @@ class MessagesAnswer(TypedAnswer):
         events: list[Json] = []
         if self._open != kind:
             events += self._close()
-            block: Json = {"type": kind, kind: ""}
-            block |= {"signature": ""} if kind == "thinking" else {"citations": None}
-            events.append(self._start(block))
+            more: Json = {"signature": ""} if kind == "thinking" else {"citations": []}
+            events.append(self._start({"type": kind, kind: "", **more}))
             self._open = kind
         self._pieces.append(text)
         grown = {"type": delta, kind: text}

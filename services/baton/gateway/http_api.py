@@ -69,6 +69,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
             allow_origins=gateway.config.cors_origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
+            allow_private_network=True,
             expose_headers=["x-request-id", IGNORED_HEADER, "retry-after"],
         )
     bodies = BodyReader(gateway)

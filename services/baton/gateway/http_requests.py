@@ -23,6 +23,7 @@ from baton.gateway.json_body import Body, Made, Model, parse_body
 from baton.gateway.openai_answers import Answer, RequestBatch
 from baton.gateway.openai_errors import GRAMMAR_PARAM, ApiError, from_baton, of_prompt
 from baton.rpc.errors import BatonError
+from baton.rpc.http_server import UNBUFFERED
 from baton.v1 import inference_pb2, tokenizer_pb2
 
 BODY_SECONDS = 30.0
@@ -199,6 +200,7 @@ class EventStream(Response):
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
+        self.headers.update(UNBUFFERED)
         self._job = job
         self._events = events
 

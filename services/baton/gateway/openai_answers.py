@@ -248,7 +248,7 @@ class ChatAnswer(Answer):
         self._calls[index].extend(_call(call) for call in delta.tool_calls)
 
     def opening(self) -> list[Json]:
-        role = {"role": "assistant", "content": ""}
+        role = {"role": "assistant", "content": None}  # an empty text would begin one
         return [
             self.chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
             for index in range(len(self._texts))

@@ -34,6 +34,13 @@ _ANNOTATIONS = {
     "thinking_blocks": "is a client's own note",
     **_CACHE_CONTROL,
 }
+_REPLAYED = {
+    **_ANNOTATIONS,
+    "id": "is another server's name for the message",
+    "parsed": "is the content once more",
+    "reasoning_details": "is another server's form of the reasoning",
+}
+"""Of an answer that comes back as history."""
 
 
 class JsonSchema(Strict):
@@ -73,6 +80,9 @@ Part = Annotated[
 
 
 class CalledFunction(Strict):
+    PLACE = "messages.tool_calls.function"
+    HINTS: ClassVar[Mapping[str, str]] = {"parsed_arguments": "are the arguments once more"}
+
     name: str
     arguments: str = ""
 
@@ -82,6 +92,7 @@ class CalledTool(Strict):
     HINTS: ClassVar[Mapping[str, str]] = {
         "index": "the list has an order",
         "provider_specific_fields": _ANNOTATIONS["provider_specific_fields"],
+        "extra_content": _ANNOTATIONS["provider_specific_fields"],
         **_CACHE_CONTROL,
     }
 
@@ -92,9 +103,10 @@ class CalledTool(Strict):
 
 class Message(Strict):
     PLACE = "messages"
-    HINTS = _ANNOTATIONS
+    HINTS = _REPLAYED
     REFUSED: ClassVar[Mapping[str, str]] = {
         "audio": "is not supported: send text",
+        "images": "is not supported: no model here sees",
         "function_call": _TOOLS_INSTEAD,
     }
 

@@ -32,6 +32,8 @@ UNREAD_SECONDS = 20.0
 IDLE_SECONDS = 20
 """Time for a request's headers, from the connection's start or the last answer."""
 MAX_HEADER_BYTES = 16 * 2**10
+UNBUFFERED = {"x-accel-buffering": "no"}
+"""Headers of a stream, which nginx then passes on as it comes, rather than in pieces of its buffers' size."""
 
 Health = Callable[[], tuple[bool, list[str]]]
 """Whether the process serves, and its problems."""

@@ -21,7 +21,7 @@ from baton.gateway.http_record import client_of
 from baton.gateway.page.feed import Feed
 from baton.rpc.authentication import bearer
 from baton.rpc.errors import BatonError
-from baton.rpc.http_server import authorization
+from baton.rpc.http_server import UNBUFFERED, authorization
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -115,7 +115,7 @@ class PageApp:
         return JSONResponse(life, headers={"cache-control": "no-store"})
 
     async def _events(self, request: Request) -> Response:
-        headers = {"cache-control": "no-store"}
+        headers = {"cache-control": "no-store", **UNBUFFERED}
         if request.method == "HEAD":  # whose answer ends
             return Response(media_type="text/event-stream", headers=headers)
         return StreamingResponse(self._stream(), media_type="text/event-stream", headers=headers)
