@@ -94,3 +94,29 @@ async def test_a_pull_that_is_given_up_does_not_look_at_a_peer_whose_memory_is_u
         ended = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(error, TransportError) for error in ended)
         thread.close()
+
+
+@pytest.mark.parametrize("broken", ["its owner's steps", "its rest"])
+async def test_what_goes_wrong_in_the_thread_itself_fails_its_pulls_at_once_and_it_goes_on(
+    broken, monkeypatch
+):
+    failing = True
+
+    def retired():
+        if failing and broken == "its owner's steps":
+            raise MemoryError("not today")
+        return 1
+
+    def rest(self):
+        if failing and broken == "its rest":
+            raise MemoryError("not today")
+
+    monkeypatch.setattr(PullThread, "_rest", rest)
+    thread = PullThread("test", retired)
+    pulls = [asyncio.create_task(thread.run(lambda stop: None, 1)) for _ in range(2)]
+    ended = await asyncio.wait_for(asyncio.gather(*pulls, return_exceptions=True), 5)
+    assert all(isinstance(error, Exception) and "not today" in str(error) for error in ended), ended
+    failing, done = False, []
+    await asyncio.wait_for(thread.run(lambda stop: done.append(1), 1), 5)
+    assert done
+    thread.close()

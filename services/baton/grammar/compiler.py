@@ -104,7 +104,9 @@ class GrammarCompiler:
                 self._backend = first()
             except GrammarError as error:
                 self._backend = error
-            except Exception as error:
+            except (
+                BaseException
+            ) as error:  # the library's panics are no Exception; requests would wait in vain
                 self._backend = GrammarError(f"no grammar library here: {type(error).__name__}: {error}")
             self.loaded.set_result(None)
         self.loaded.result()

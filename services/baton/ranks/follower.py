@@ -92,8 +92,8 @@ def _tell(channel: Channel, error: Exception) -> None:
 
 def _end_with(parent: int, left: Sequence[Callable[[], object]]) -> None:
     """Also ends a process that hangs in a collective. `left`: what removes what rank 0 has left."""
-    wait_for_end(parent)
     try:
+        wait_for_end(parent)
         for remove in left:
             remove()
     finally:

@@ -12,11 +12,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from baton.rpc.logs import get_logger
 from baton.tracing.recorder import Event, Kind
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
+
+_log = get_logger()
 
 MAX_OPEN = 4096
 """Sampled requests at a time, with those whose spans are still to be made; further ones have no spans."""
@@ -143,7 +146,10 @@ class Spans:
 
     def _work(self) -> None:
         while (found := self._ended.get()) is not None:
-            self._finish(*found)
+            try:
+                self._finish(*found)
+            except Exception as error:  # else no further span would be exported
+                _log.warning("a request's spans are lost", exc_info=error)
 
     def _finish(self, span: Span, events: list[Event]) -> None:
         from opentelemetry import trace

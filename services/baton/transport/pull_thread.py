@@ -115,18 +115,33 @@ class PullThread:
     # --- in the thread ----------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while (job := self._take()) is not None:
+        while True:
+            try:
+                job = self._take()
+            except BaseException as error:  # as where the owner's steps cannot be seen: no pull may hang
+                self._fail_waiting(error)
+                continue
+            if job is None:
+                return
             if not job.ended.set_running_or_notify_cancel():
                 continue
             try:
                 job.work(job.stop)
+                if not job.stop.is_set():
+                    self._rest()
             except BaseException as error:
                 job.ended.set_exception(error)
             else:
-                if not job.stop.is_set():
-                    self._rest()
                 job.ended.set_result(None)
             del job  # drops references to the work before the next job
+
+    def _fail_waiting(self, error: BaseException) -> None:
+        with self._changed:
+            waiting, self._queue = self._queue, []
+        for job in waiting:
+            if job.ended.set_running_or_notify_cancel():
+                text = f"pages cannot be waited for: {type(error).__name__}: {error}"
+                job.ended.set_exception(TransportError(text))
 
     def _rest(self) -> None:
         with self._changed:

@@ -16,7 +16,7 @@ from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.pool import KvLayout, KvPool
-from baton.ranks.channel import Channel, ChannelClosed, ChannelError
+from baton.ranks.channel import Channel, ChannelClosed
 from baton.ranks.communicator import Rendezvous
 from baton.ranks.followers import (
     EXIT_LOST,
@@ -146,7 +146,7 @@ def _export(pool: KvPool, first: int) -> bytes:
 def _serve(channel: Channel, memory: memoryview, page_bytes: int) -> None:
     try:
         serve_pages(channel, memory, page_bytes)
-    except ChannelError as error:
+    except Exception as error:
         time.sleep(PAGES_SECONDS)  # rank 0 may be ending, and says so on the other connection
         _log.error("rank 0 does not reach the pages of this host any more", error=str(error))
         os._exit(EXIT_LOST)
