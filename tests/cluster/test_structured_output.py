@@ -338,6 +338,9 @@ BAD = {
     "deep lark": {"lark": "start: " + "(" * 100_000},
     "terminals": {"lark": "start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(2000))},
     "nothing": {"choice": []},
+    # llguidance 1.9.1 dies of these by SIGSEGV.
+    "crash": {"json_schema": {"const": -(2**63)}},
+    "crash within": {"lark": 'start: "x" %json {"enum": [-9223372036854775808]}'},
 }
 
 

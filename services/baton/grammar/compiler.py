@@ -34,14 +34,21 @@ class GrammarCompiler:
     """A grammar is compiled once, however many ask for it; failures are kept as well."""
 
     def __init__(
-        self, load: Callable[[], Backend], *, capacity: int = CAPACITY, threads: int = THREADS
+        self,
+        load: Callable[[], Backend],
+        *,
+        check: Callable[[GrammarSpec], None] | None = None,
+        capacity: int = CAPACITY,
+        threads: int = THREADS,
     ) -> None:
         """load: called once, in a compiling thread, when the first grammar is asked for; its GrammarError
-        fails every grammar."""
+        fails every grammar. check: called in a compiling thread, before a grammar is compiled; its
+        GrammarError is the outcome."""
         self.stats = CompileStats()
         self.loaded: Future[None] = Future()
         """Done once `load` has returned or failed."""
         self._load = load
+        self._check = check
         self._backend: Backend | GrammarError | None = None
         self._capacity = capacity
         self._lock = threading.Lock()
@@ -90,11 +97,21 @@ class GrammarCompiler:
                 self._waiting -= 1
             future.set_running_or_notify_cancel()
             began = time.perf_counter()
-            outcome = backend if isinstance(backend, GrammarError) else _compile(backend, spec)
+            outcome = backend if isinstance(backend, GrammarError) else self._compiled(backend, spec)
             with self._lock:
+                if isinstance(outcome, GrammarBusy):
+                    self._kept.pop(spec, None)  # asking again makes sense
                 self.stats.compiled += 1
                 self.stats.seconds += time.perf_counter() - began
             future.set_result(outcome)
+
+    def _compiled(self, backend: Backend, spec: GrammarSpec) -> Outcome:
+        try:
+            if self._check is not None:
+                self._check(spec)
+        except GrammarError as error:
+            return error
+        return compiled(backend, spec)
 
     def _ready(self) -> Backend | GrammarError:
         with self._lock:
@@ -118,7 +135,8 @@ def _loaded() -> Backend:
     raise AssertionError("loaded twice")
 
 
-def _compile(backend: Backend, spec: GrammarSpec) -> Outcome:
+def compiled(backend: Backend, spec: GrammarSpec) -> Outcome:
+    """Blocks."""
     try:
         return backend.compile(spec)
     except GrammarError as error:

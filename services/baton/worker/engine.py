@@ -22,7 +22,8 @@ from baton.engine.grammar_masks import MaskStats
 from baton.engine.plan import Runner
 from baton.engine.startup_steps import StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
-from baton.grammar.compiler import GrammarCompiler
+from baton.grammar.compiler import THREADS, GrammarCompiler
+from baton.grammar.trials import Trials
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.groups import longest
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
@@ -93,6 +94,7 @@ class Engine:
     masks: MaskStats
     grammars: GrammarCompiler | None
     """None: tokens mean nothing here."""
+    trials: Trials | None
 
     @property
     def pages(self) -> PageStore:
@@ -116,6 +118,8 @@ class Engine:
             self.published.segment.path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        if self.trials is not None:
+            self.trials.close()
         self.ranks.close()
         self.published.close()
 
@@ -145,16 +149,25 @@ def _build(config: WorkerConfig, incarnation: int, stopping: threading.Event | N
     config, device = checked(config)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
+    trials = None if config.step_profile else Trials(width=THREADS)
     use_device(device)
     ranks = Ranks(config, stopping)
     try:
-        return _build_ranked(config, device, incarnation, ranks)
+        return _build_ranked(config, device, incarnation, ranks, trials)
     except BaseException:
+        if trials is not None:
+            trials.close()
         ranks.close()
         raise
 
 
-def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, ranks: Ranks) -> Engine:
+def _build_ranked(
+    config: WorkerConfig,
+    device: torch.device,
+    incarnation: int,
+    ranks: Ranks,
+    trials: Trials | None,
+) -> Engine:
     dtype = dtype_of(config.dtype, device)
     kinds = check_kinds(config.transports if config.nnodes == 1 else ("grpc",))
     if device.type == "cuda" and config.tp > 1 and "nixl" in kinds:
@@ -233,7 +246,8 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
         overlap=device.type != "cpu" if config.overlap is None else config.overlap,
         warm=runner.warm if isinstance(runner, CudaRunner) else None,
         masks=getattr(runner, "mask_stats", MaskStats()),
-        grammars=None if config.step_profile else make_compiler(path, info),
+        grammars=None if config.step_profile else make_compiler(path, info, trials),
+        trials=trials,
     )
 
 
