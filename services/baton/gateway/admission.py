@@ -17,8 +17,6 @@ MAX_NAME_CHARACTERS = 256
 MAX_PRIORITY = 100
 MAX_INPUTS = 2048
 """Of a request for embeddings."""
-MAX_MESSAGES = 65536
-"""Most messages of a conversation."""
 MAX_TOKEN_BYTES = 256
 """Longest token of any vocabulary. A text with more bytes than this for each token of the context is
 refused without encoding, which would take seconds."""
@@ -139,28 +137,28 @@ def _check_prompt(
     else:
         if not start.chat.messages:
             raise invalid("chat.messages", "the conversation is empty: give at least one message")
-        count = len(start.chat.messages)
-        if count > MAX_MESSAGES:
-            raise invalid(
-                "chat.messages", f"the conversation has {count} messages; {MAX_MESSAGES} are allowed"
-            )
-        size = _chat_bytes(start.chat, max_bytes)
+        # All bytes of the message, if they are few enough: counting is left to the library.
+        size = start.chat.ByteSize()
+        if size > max_bytes:
+            size = _chat_bytes(start.chat, max_bytes)
     if size > max_bytes:
         field = "text" if kind == "text" else "chat.messages"
-        raise invalid(field, f"the prompt has {size} bytes, more than the {max_bytes} allowed here")
+        raise invalid(field, f"the prompt has at least {size} bytes, more than the {max_bytes} allowed here")
 
 
 def _chat_bytes(chat: tokenizer_pb2.ChatPrompt, limit: int) -> int:
-    """Bytes of what is rendered."""
-    size = 0
+    """Bytes of what is rendered, or so many of them that they exceed `limit`."""
+    size = chat.template_arguments.ByteSize()
     for message in chat.messages:
+        if size > limit:
+            return size
         size += len(message.role) + _utf8_bytes(message.content, limit)
         size += len(message.name) + _utf8_bytes(message.reasoning, limit)
         for call in message.tool_calls:
             size += len(call.name) + _utf8_bytes(call.arguments, limit)
     for tool in chat.tools:
         size += _utf8_bytes(tool.description, limit) + _utf8_bytes(tool.parameters, limit)
-    return size + chat.template_arguments.ByteSize()
+    return size
 
 
 def _utf8_bytes(text: str, limit: int) -> int:

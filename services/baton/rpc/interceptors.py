@@ -1,15 +1,18 @@
 """Server interceptors: they refuse calls while the process loads, and turn malformed messages into errors.
 
-gRPC parses before the servicer is called. If that fails, it ends the call with UNKNOWN and logs a traceback.
-Here the failure becomes a BatonError that names the field. A stream's iterator raises it and can be read
-further; another call is answered with it.
+gRPC parses before the servicer is called, on the event loop. If that fails, it ends the call with UNKNOWN
+and logs a traceback. Here a thread scans and parses large messages, and a failure becomes a BatonError that
+names the field. A stream's iterator raises it and can be read further; another call is answered with it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -20,10 +23,11 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.rpc.errors import BatonError, OnRefused, abort, invalid, refusing, unavailable, without_frames
+from baton.rpc.message_scan import MessageScan
 
-MAX_SEARCHED_BYTES = 2**14
-"""In larger messages the field is not named: the search runs on the event loop, and takes about a microsecond
-and a hundred bytes for each field."""
+INLINE_BYTES = 2**14
+"""A larger message is scanned and parsed by a thread: handing over a small one would take longer. If it is
+malformed, the field is not named: the search takes a microsecond and a hundred bytes for each field."""
 MAX_DEPTH = 16
 _LENGTH_DELIMITED = 2
 _STREAMS = {False: "unary", True: "stream"}
@@ -61,6 +65,9 @@ class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def __init__(self, on_refused: OnRefused | None = None) -> None:
         self._on_refused = on_refused
+        self._parsers: dict[Any, _Parser] = {}
+        self._thread = ThreadPoolExecutor(1, "grpc-messages")
+        """One: each computing thread delays the event loop by milliseconds."""
 
     async def intercept_service(
         self,
@@ -76,22 +83,50 @@ class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         behaviour = getattr(handler, kind)
         if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
             return handler  # runs in a thread: gRPC's own reflection
-        message = getattr(handler.request_deserializer, "__self__", None)
-        lenient = _lenient(handler.request_deserializer, getattr(message, "DESCRIPTOR", None))
+        parse = handler.request_deserializer
+        parser = self._parsers.get(parse)
+        if parser is None:
+            parser = self._parsers[parse] = _Parser(parse, self._thread)
         checked = _checked(behaviour, handler.request_streaming, self._on_refused)
-        return handler._replace(request_deserializer=lenient, **{kind: checked})
+        return handler._replace(request_deserializer=parser.deserialize, **{kind: checked})
 
 
-def _lenient(parse: Callable[[bytes], Message], descriptor: Descriptor | None) -> Callable[[bytes], Any]:
-    """Returns the error instead of raising it, because an exception in the deserializer cannot be caught."""
+class _Parser:
+    """Of the requests of one type. `parse`: a message class's FromString."""
 
-    def deserialize(data: bytes) -> Message | BatonError:
+    def __init__(self, parse: Callable[[bytes], Message], thread: ThreadPoolExecutor) -> None:
+        self._parse = parse
+        self._thread = thread
+        self._descriptor: Descriptor | None = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+        self._scan = MessageScan(self._descriptor)
+
+    def deserialize(self, data: bytes) -> Message | BatonError | _Unparsed:
+        """Returns an error instead of raising it: an exception in the deserializer cannot be caught."""
+        if len(data) > INLINE_BYTES:
+            return _Unparsed(data, self)
         try:
-            return parse(data)
+            return self._parse(data)
         except DecodeError:
-            return error_of(data, descriptor)
+            return error_of(data, self._descriptor)
 
-    return deserialize
+    async def in_thread(self, data: bytes) -> Message:
+        """Raises BatonError."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._large, data)
+
+    def _large(self, data: bytes) -> Message:
+        self._scan.check(data)
+        try:
+            return self._parse(data)
+        except DecodeError:
+            raise error_of(data, self._descriptor) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unparsed:
+    """A message that a thread is to parse."""
+
+    data: bytes
+    parser: _Parser
 
 
 def _unknown_method(method: str) -> BatonError:
@@ -103,8 +138,8 @@ def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> A
     """Wraps `behaviour` in a function of the same kind, from which gRPC decides how to call it. streaming:
     a stream of requests."""
 
-    def given(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        return _Requests(context) if streaming else _message(request)
+    async def given(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return _Requests(context) if streaming else await _message(request)
 
     async def refuse(error: BatonError, context: grpc.aio.ServicerContext) -> None:
         if on_refused is not None and not error.recorded:
@@ -114,7 +149,7 @@ def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> A
 
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            async with aclosing(behaviour(given(request, context), context)) as responses:
+            async with aclosing(behaviour(await given(request, context), context)) as responses:
                 async for response in responses:
                     yield response
         except BatonError as error:
@@ -122,14 +157,16 @@ def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> A
 
     async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await behaviour(given(request, context), context)
+            return await behaviour(await given(request, context), context)
         except BatonError as error:
             await refuse(error, context)
 
     return generate if inspect.isasyncgenfunction(behaviour) else run
 
 
-def _message(request: Any) -> Any:
+async def _message(request: Message | BatonError | _Unparsed) -> Message:
+    if isinstance(request, _Unparsed):
+        return await request.parser.in_thread(request.data)
     if isinstance(request, BatonError):
         raise request
     return request
@@ -152,13 +189,13 @@ class _Requests:
         request = await self._context.read()
         if request is grpc.aio.EOF:
             raise StopAsyncIteration
-        return _message(request)
+        return await _message(request)
 
 
 def error_of(data: bytes, descriptor: Descriptor | None) -> BatonError:
     """The error of bytes that are no message of this type."""
     name = descriptor.full_name if descriptor is not None else "message"
-    field = _not_utf8(data, descriptor) if len(data) <= MAX_SEARCHED_BYTES else ""
+    field = _not_utf8(data, descriptor) if len(data) <= INLINE_BYTES else ""
     if field:
         return invalid(field, f"{field} is not valid UTF-8", "INVALID_UTF8")
     return invalid(

@@ -22,8 +22,8 @@ Resp = TypeVar("Resp")
 
 MAX_QUEUED_BYTES = 256 * 2**20
 """Limit of unsent commands; a peer that leaves more unread counts as stalled."""
-JOINED_BYTES = 2**20
-"""Most bytes of unsent requests joined into one message."""
+JOINED_BYTES = 2**16
+"""Most bytes of unsent requests joined into one message: less than message_scan.MAX_FIELDS fields."""
 
 _log = get_logger()
 

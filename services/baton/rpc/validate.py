@@ -17,8 +17,6 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
-MAX_COMMANDS = 2**17
-"""Most commands in one message: twice what a stream may have unsent."""
 MAX_OUTPUT_TOKENS = 2**24
 """Larger than any model's context: a larger value is a mistake."""
 MAX_TOP_K = 2**31 - 1
@@ -28,12 +26,6 @@ MAX_LARK_RULES = 8192
 MAX_LARK_TERMINALS = 512
 """Nested terminals take time that grows with the third power of their number: 512 take half a second."""
 MAX_GRAMMAR_CHOICES = 4096
-
-
-def check_several(count: int) -> None:
-    """Raises BatonError if one message carries more than MAX_COMMANDS commands."""
-    if count > MAX_COMMANDS:
-        raise invalid("several", f"{count} commands in one message; at most {MAX_COMMANDS}")
 
 
 def check_sampling(

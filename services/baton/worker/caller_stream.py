@@ -10,7 +10,6 @@ import grpc.aio
 from baton.rpc.errors import BatonError, abort, exhausted, internal, invalid
 from baton.rpc.streams import STREAM_ENDED, Outbox, OutboxFull, first_message
 from baton.rpc.tasks import Tasks
-from baton.rpc.validate import check_several
 
 
 class CallerStream:
@@ -131,9 +130,7 @@ class CallerStreams(Generic[S]):
                 if not message.HasField("several"):
                     service.obey(message, stream)
                     continue
-                commands = service.several(message)
-                check_several(len(commands))
-                for command in commands:
+                for command in service.several(message):
                     service.obey(command, stream)
             service.half_closed(stream)
         except BatonError as error:
