@@ -7,6 +7,7 @@ Its documentation describes the dialect of Lark (docs/syntax.md) and what of JSO
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
@@ -15,10 +16,9 @@ import llguidance as library
 import numpy as np
 
 from baton.grammar.base import GrammarError, GrammarSpec, Matcher, Words
+from baton.grammar.json_literals import WHITESPACE, as_lark, dumps, is_exact, rewrite_lark
+from baton.grammar.json_schema import rewrite
 
-WHITESPACE = r"[ \n\r\t]{1,20}"
-"""Between the tokens of a JSON text: enough to indent it. Without a limit some models write spaces for
-ever."""
 LIMITS = library.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """A state takes 1 to 2 kB; the other limits are the library's own. A mask takes milliseconds at most."""
 _PLAIN = r'[^"\\\x00-\x1F\x7F]'
@@ -59,6 +59,8 @@ class LlguidanceBackend:
             matcher = library.LLMatcher(self._tokenizer, _source(spec), log_level=0, limits=LIMITS)
         except ValueError as error:
             raise GrammarError(_one_line(str(error))) from None
+        except RecursionError:
+            raise GrammarError("recursion limit: the schema is nested too deeply") from None
         if matcher.is_error():
             raise GrammarError(_one_line(matcher.get_error()))
         grammar = LlguidanceGrammar(matcher, self._usable)
@@ -132,16 +134,20 @@ def _source(spec: GrammarSpec) -> str:
     """The library's own form of it. Raises ValueError."""
     match spec.kind:
         case "json_schema" | "json_object":
-            schema = spec.text.strip() if spec.kind == "json_schema" else '{"type": "object"}'
+            schema = (
+                rewrite(json.loads(spec.text)).schema if spec.kind == "json_schema" else {"type": "object"}
+            )
+            if is_exact(schema):
+                expression, rules = as_lark(schema, "json")
+                return library.LLMatcher.grammar_from_lark("\n".join([f"start: {expression}", *rules]))
             # Options cannot be given with a schema that is no object.
-            schema = "{}" if schema == "true" else schema
             return library.LLMatcher.grammar_from_json_schema(
-                schema, defaults={"whitespace_pattern": WHITESPACE}
+                "{}" if schema is True else dumps(schema), defaults={"whitespace_pattern": WHITESPACE}
             )
         case "regex":
             return library.LLMatcher.grammar_from_regex(spec.text)
         case "lark":
-            return library.LLMatcher.grammar_from_lark(spec.text)
+            return library.LLMatcher.grammar_from_lark(rewrite_lark(spec.text))
         case "choice":
             return library.LLMatcher.grammar_from_regex("|".join(map(_literal, spec.choices)))
 

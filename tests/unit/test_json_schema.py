@@ -1,0 +1,449 @@
+"""Schemas as the grammar library can take them: none ends its process, and what it takes fits exactly."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from decimal import Decimal
+
+import jsonschema
+import pytest
+
+from baton.grammar.json_literals import is_exact, rewrite_lark
+from baton.grammar.json_patterns import without_look_around
+from baton.grammar.json_schema import FORMATS, Exact, SchemaError, rewrite
+
+CHILD = """
+import json, sys
+import numpy as np
+from baton.grammar.base import GrammarError, GrammarSpec
+from baton.grammar.llguidance import LlguidanceBackend
+tokens = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
+backend = LlguidanceBackend(tokens, set(), [256], 257, lambda text: list(text.encode()))
+words = np.empty(9, np.int32)
+def fits(grammar, text):
+    matcher = grammar.matcher()
+    try:
+        matcher.accept(list(text.encode()))
+        matcher.fill(words)
+    except GrammarError:
+        return False
+    return bool(words[8] & 1)
+for line in sys.stdin:
+    kind, source, texts = json.loads(line)
+    try:
+        grammar = backend.compile(GrammarSpec(kind, source))
+        verdict = [fits(grammar, text) for text in texts]
+    except GrammarError as error:
+        verdict = str(error)
+    print(json.dumps(verdict), flush=True)
+"""
+
+
+class Library:
+    """The library in a child process, which may die."""
+
+    def __init__(self):
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def fits(self, source, *texts, kind="json_schema"):
+        """Whether each of the texts fits; a string: the error."""
+        source = source if isinstance(source, str) else json.dumps(source)
+        self._child.stdin.write(json.dumps([kind, source, texts]) + "\n")
+        self._child.stdin.flush()
+        line = self._child.stdout.readline()
+        assert line, f"the process has ended with {self._child.wait(10)}: {source}"
+        return json.loads(line)
+
+    def close(self):
+        self._child.kill()
+        self._child.communicate()
+
+
+@pytest.fixture(scope="module")
+def library():
+    made = Library()
+    yield made
+    made.close()
+
+
+# --- numbers --------------------------------------------------------------------------------------------
+
+POWERS = (7, 8, 15, 16, 31, 32, 53, 63, 64)
+LIMITS = sorted({sign * 2**power + more for power in POWERS for sign in (1, -1) for more in (-1, 0, 1)})
+FLOATS = [
+    *(1e-7, 0.1, -2.5, 1e15, 1e15 + 0.125, 9007199254740991.0, 9007199254740993.0, 1e16, -1e16, 2.0**63),
+    *(-(2.0**63), 3.4028234663852886e38, -1.7976931348623157e308, 1e300),
+]
+TYPES = {
+    "minimum": {-(2**63), 1 - 2**63, -1.7976931348623157e308},
+    "exclusiveMinimum": {-(2**63) - 1, -1.7976931348623157e308},
+    "maximum": {2**63 - 1, 2**63, 2**64 - 1, 2**64, 3.4028234663852886e38},
+    "exclusiveMaximum": {2**63, 2**64, 3.4028234663852886e38},
+}
+"""Bounds that are only a type's limits."""
+
+
+def number(rng):
+    return rng.choice(FLOATS) if rng.random() < 0.3 else rng.choice(LIMITS)
+
+
+def bounded(rng):
+    """A schema of numbers in a range."""
+    schema = {"type": rng.choice(("integer", "number"))}
+    for bound in ("inimum", "aximum"):
+        if rng.random() < 0.8:
+            key = rng.choice((f"m{bound}", f"exclusiveM{bound}"))
+            schema[key] = rng.choice([*sorted(TYPES[key]), number(rng), number(rng), rng.randint(-300, 300)])
+    return schema
+
+
+def case(seed):
+    """A schema, what puts a value where its numbers are, and values to try."""
+    rng = random.Random(seed)
+    kind = rng.random()
+    if kind < 0.3:
+        schema = {"const": number(rng)}
+    elif kind < 0.55:
+        schema = {"enum": [number(rng) for _ in range(rng.randint(1, 4))]}
+    else:
+        schema = bounded(rng)
+    near = [each for each in schema.values() if not isinstance(each, str | list)] + schema.get("enum", [])
+    values = {int(each) + more for each in near for more in (-1, 0, 1)} | {0, *rng.sample(LIMITS, 6)}
+    values |= {0.5, -300.25, *near}
+    if "type" in schema:  # beyond a type's limits nothing is enforced
+        values = {each for each in values if -(2**63) < each < 2**63}
+    values = sorted(values)
+    place = rng.randrange(7)
+    if place == 1:
+        return {"type": "object", "properties": {"id": schema}, "required": ["id"]}, {"id": None}, values
+    if place == 2:
+        return {"type": "array", "items": schema, "maxItems": 2}, [None], values
+    if place == 3:
+        return {"anyOf": [{"type": "null"}, schema]}, None, values
+    if place == 4:
+        return (
+            {"$defs": {"a": schema}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}},
+            {"x": None},
+            values,
+        )
+    if place == 5 and "const" in schema:
+        return {"const": [1, {"a": schema["const"]}]}, [1, {"a": None}], values
+    if place == 6:
+        return {**schema, "default": 1e300, "examples": [-(2**63)]}, None, values
+    return schema, None, values
+
+
+def put(shape, value):
+    if isinstance(shape, dict):
+        return {key: put(each, value) for key, each in shape.items()}
+    return (
+        [put(each, value) for each in shape] if isinstance(shape, list) else value if shape is None else shape
+    )
+
+
+def written(value):
+    """The forms of a number that a model may write: as Python does, and without an exponent."""
+    whole = isinstance(value, int) or value.is_integer()
+    return {
+        repr(value),
+        *[repr(float(value))] * (float(value) == value),
+        str(int(value)) if whole else format(Decimal(repr(value)), "f"),
+    }
+
+
+def texts(shape, value):
+    return {json.dumps(put(shape, "?")).replace('"?"', each) for each in written(value)}
+
+
+def must_be_refused(schema):
+    """A bound that is outside and no type's limit."""
+    if isinstance(schema, list):
+        return any(map(must_be_refused, schema))
+    if not isinstance(schema, dict):
+        return False
+    for key in TYPES:
+        bound = schema.get(key, 0)
+        large = abs(bound) > 2**53 or (abs(bound) == 2**53 and key.startswith("exclusive"))
+        large = large or (abs(bound) > 1e15 and not float(bound).is_integer())
+        if large and bound not in TYPES[key]:
+            return True
+    return any(must_be_refused(each) for key, each in schema.items() if key not in ("default", "examples"))
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_numbers_at_every_limit(library, first):
+    compiled = 0
+    for seed in range(first, first + 50):
+        schema, shape, values = case(seed)
+        forms = [sorted(texts(shape, value)) for value in values]
+        found = library.fits(schema, *(text for each in forms for text in each))
+        if must_be_refused(schema):
+            assert re.match(r"([\w$.\[\]]+\.)?(exclusiveM|m)(in|ax)imum: ", found), (schema, found)
+            continue
+        if isinstance(found, str):  # the bounds leave nothing
+            assert re.search(
+                "(?i)greater than|empty|no token may follow|unsatisfiable|invalid range", found
+            ), (schema, found)
+            assert not any(valid(put(shape, value), schema) for value in values), (schema, found)
+            continue
+        compiled += 1
+        for value, each in zip(values, forms, strict=True):
+            fit = [found.pop(0) for _ in each]
+            assert any(fit) == valid(put(shape, value), schema), (schema, each)
+    assert compiled > 20
+
+
+def valid(value, schema):
+    return jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
+def test_the_schema_that_ended_processes(library):
+    smallest = -(2**63)
+    assert library.fits({"const": smallest}, f"{smallest}", f"{smallest + 1}") == [True, False]
+    lark = f'start: "f(" %json {{"const": {smallest}}} ")" # %json {{"const": 1e400}}\n'
+    assert library.fits(lark, f"f({smallest})", "f(1)", kind="lark") == [True, False]
+    # Wherever a reference may find it.
+    for at in ("/components/schemas/F", "/required/0", "/minimum", "/default/0"):
+        schema = {"const": smallest}
+        for step in reversed(at[1:].split("/")):
+            schema = [schema] if step == "0" else {step: schema}
+        assert "±2^53" in library.fits({**schema, "$ref": f"#{at}"})
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"enum": [12345678901234567891, "a"]}, ['"a"', "12345678901234567891"], ["12345678901234567000"]),
+        ({"enum": [2**53 + 1, "a"], "type": "integer"}, [f"{2**53 + 1}"], ['"a"']),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "string"}, "id": {"const": 2**53 + 1}, "b": {"type": "null"}},
+            },
+            ["{}", '{ "a":"" }', f'{{"id": {2**53 + 1}, "b": null}}', '{"a": "x","b" :null}'],
+            [f'{{"id": {2**53}}}', '{"b": null, "a": ""}', '{"a": "",}', '{"c": 1}'],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "string"}, "id": {"const": 2**53 + 1}, "b": {"type": "null"}},
+                "required": ["id", "b"],
+            },
+            [f'{{"id": {2**53 + 1}, "b": null}}', f'{{"a": "", "id": {2**53 + 1}, "b": null}}'],
+            ["{}", f'{{"id": {2**53 + 1}}}', '{"b": null}'],
+        ),
+        (
+            {"type": "array", "items": {"const": 2**60 + 1}, "minItems": 1, "maxItems": 2},
+            [f"[{2**60 + 1}]", f"[ {2**60 + 1}, {2**60 + 1} ]"],
+            ["[]", f"[{', '.join([str(2**60 + 1)] * 3)}]", f"[{2**60}]"],
+        ),
+        (
+            {"const": {"a": [1e300, "é"], "b": {}}},
+            ['{"a": [1e+300, "é"], "b": { }}'],
+            ['{"a": [1], "b": {}}'],
+        ),
+    ],
+)
+def test_literals_are_written_exactly(library, schema, good, bad):
+    assert library.fits(schema, *good, *bad) == [True] * len(good) + [False] * len(bad)
+
+
+def test_what_cannot_be_exact_is_refused_by_name(library):
+    for schema, where in (
+        ({"properties": {"n": {"type": "number", "minimum": -1e20}}}, r"properties\.n\.minimum: "),
+        ({"multipleOf": 2**53 + 2}, "multipleOf: "),
+        ({"minLength": 2**31}, "minLength: "),
+        ({"allOf": [{"multipleOf": 4294967291}, {"multipleOf": 4294967279}]}, r"allOf\[1\]\.multipleOf: "),
+        ({"enum": [1e400]}, "enum has a number"),
+        ({"allOf": [{"const": 2**60}]}, r"the schema \(allOf\)"),
+        ({"const": 2**60, "minimum": 3}, r"the schema \(const, minimum\)"),
+    ):
+        assert re.match(where, library.fits(schema)), schema
+
+
+# --- what says nothing, and what is said otherwise ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "object", "propertyNames": {"type": "string"}}, ['{"a": 1}'], ["1"]),
+        (
+            {"propertyNames": {"enum": ["a", "b"]}, "type": "object"},
+            ['{"a": 1}', '{"b": 1}', "{}"],
+            ['{"c": 1}'],
+        ),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"type": "string", "enum": ["a", "b"]},
+                "additionalProperties": {"type": "number"},
+                "required": ["a"],
+            },
+            ['{"a": 1}', '{"a": 1, "b": 2}'],
+            ['{"b": 1}', '{"a": ""}', '{"a": 1, "c": 1}'],
+        ),
+        ({"type": "object", "propertyNames": {"pattern": "^x"}}, ['{"xy": 1}'], ['{"y": 1}']),
+        ({"type": "array", "uniqueItems": False}, ["[1, 1]"], ["1"]),
+        ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[1]"], ["[1, 1]"]),
+        ({"type": "array", "minItems": 1.0, "maxItems": 2.0}, ["[1]"], ["[]", "[1, 1, 1]"]),
+        ({"not": False, "type": "null"}, ["null"], ["1"]),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, ["{}"], ['{"a": 1}']),
+        (
+            {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
+            ['{"a": 1}'],
+            ['{"b": 1}'],
+        ),
+        ({"type": "array", "prefixItems": [{}], "unevaluatedItems": False}, ["[1]"], ["[1, 2]"]),
+        ({"type": "null", "then": False, "minContains": 2, "dependentRequired": {}}, ["null"], ["1"]),
+        ({"type": "string", "if": {"minLength": 3}, "then": True}, ['"a"'], ["1"]),
+        ({"type": "string", "format": "password"}, ['"a"'], ["1"]),
+        ({"type": "string", "format": "path", "pattern": "^/"}, ['"/a"'], ['"a"']),
+        ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"'], ["1"]),
+        ({"type": "string", "maxLength": 2**63 - 1}, ['"a"'], ["1"]),
+    ],
+)
+def test_keywords_that_say_nothing_or_can_be_said_by_others(library, schema, good, bad):
+    assert library.fits(schema, *good, *bad) == [True] * len(good) + [False] * len(bad)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert all(validator.is_valid(json.loads(text)) for text in good)
+    assert not any(validator.is_valid(json.loads(text)) for text in bad)
+
+
+def test_what_says_something_is_still_refused(library):
+    for keyword, schema in (
+        ("uniqueItems", {"uniqueItems": True}),
+        ("not", {"not": {"type": "null"}}),
+        ("propertyNames", {"propertyNames": {"minLength": 2}}),
+        ("unevaluatedProperties", {"allOf": [{}], "unevaluatedProperties": False}),
+        ("contains", {"contains": {}, "minContains": 0, "maxContains": 1}),
+        ("if", {"if": {"type": "null"}, "then": False}),
+        ("look-around", {"pattern": "(?=a)b"}),
+    ):
+        assert keyword in library.fits(schema), schema
+        assert rewrite({"items": schema}).unenforced
+
+
+def test_formats_that_the_library_knows(library):
+    for name in FORMATS:
+        assert library.fits({"type": "string", "format": name}, '"-"') == [False]
+
+
+def test_references_keep_what_they_point_at(library):
+    schema = {
+        "components": {
+            "schemas": {"format": {"type": "integer", "example": 1e400}, "Unused": {"not": {"a": 1}}}
+        },
+        "$ref": "#/components/schemas/format",
+    }
+    assert library.fits(schema, "1", '"a"') == [True, False]
+
+
+def test_a_keyword_is_no_name(library):
+    properties = {"const": {"type": "integer"}, "minimum": {"type": "string"}, "default": {"type": "null"}}
+    schema = {"type": "object", "properties": properties, "required": ["const", "default"]}
+    assert library.fits(schema, '{"const": 1, "minimum": "", "default": null}', '{"const": 1}') == [
+        True,
+        False,
+    ]
+
+
+# --- what is left out of a tool that is not strict ------------------------------------------------------
+
+
+def test_loose_schemas_are_enforced_as_far_as_they_can_be(library):
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "array", "uniqueItems": True, "items": {"type": "number", "minimum": -1e20}},
+            "b": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            "c": {"type": "string", "pattern": r"(a)\1"},
+        },
+        "required": ["a"],
+        "if": {"required": ["b"]},
+        "then": {"required": ["c"]},
+    }
+    made = rewrite(schema, loose=True)
+    assert sorted(set(made.unenforced)) == ["if", "minimum", "oneOf", "pattern", "then", "uniqueItems"]
+    assert library.fits(made.schema, '{"a": [1, 1], "b": 2.5}', "{}", '{"a": [""]}') == [True, False, False]
+    assert not rewrite({"type": "object", "propertyNames": {"type": "string"}}, loose=True).unenforced
+
+
+# --- patterns -------------------------------------------------------------------------------------------
+
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "letters"),
+    [
+        (EMAIL, "a.@b-'"),
+        (EMAIL.replace("A-Za-z", "A-Z"), "A.@B-'"),
+        (DURATION, "P1YMDTHSW."),
+        (DECIMAL + r"\d*\.?\d*$", "+-.01"),
+        (DECIMAL + r"\d*\.?\d{0,2}0*$", "+-.01"),
+        (DECIMAL + r"\d*\.?\d{0,0}0*$", "+-.01"),
+    ],
+)
+def test_patterns_with_look_around_are_said_without(pattern, letters):
+    said = without_look_around(pattern)
+    assert said and "(?=" not in said and "(?!" not in said
+    rng, fitting = random.Random(1), 0
+    for _ in range(60_000):
+        text = "".join(rng.choices(letters, k=rng.randint(0, 9)))
+        if pattern.startswith("^(?!\\.)") and rng.random() < 0.7:
+            text += f"@{letters[0]}.{letters[0] * 2}"
+        fits = re.search(pattern, text, re.ASCII) is not None
+        assert fits == (re.search(said, text, re.ASCII) is not None), text
+        fitting += fits
+    assert fitting > 10
+
+
+@pytest.mark.parametrize(("whole", "places", "most"), [(3, 2, 5), (0, 2, 2), (2, 0, 2), (None, None, 3)])
+def test_decimals_of_so_many_digits(whole, places, most):
+    ahead = rf"(?=[\d.]{{1,{most + 1}}}0*$)"
+    if whole is None:
+        pattern = DECIMAL + rf"(?:\d{{0,{most}}}|{ahead}\d*\.\d*0*$)"
+    else:
+        pattern = DECIMAL + rf"(?:\d{{0,{whole}}}|{ahead}\d{{0,{whole}}}\.\d{{0,{places}}}0*$)"
+    said = without_look_around(pattern)
+    whole_ones = re.compile(f"(?:{pattern})$", re.ASCII)
+    rng, fitting = random.Random(2), 0
+    for _ in range(20_000):
+        text = "".join(rng.choices("+.01123", k=rng.randint(0, 8)))
+        fits = whole_ones.search(text) is not None
+        assert fits == (re.search(said, text, re.ASCII) is not None), text
+        fitting += fits
+    assert fitting > 100
+
+
+def test_other_patterns():
+    assert without_look_around(r"^a\(?=b[(?=]$") == r"^a\(?=b[(?=]$"
+    assert without_look_around(r"(?<!a)b") is None and without_look_around(r"(a)\1") is None
+    assert without_look_around(DECIMAL + r"\d{1}$") is None
+
+
+# --- Lark -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_schema_in_lark_stays():
+    text = (
+        'start: "%json 1e400" /%json {"const":1e400}/ <|%json|> x # %json {"a":1e400}\nx: %regex {"a": 1e99}'
+    )
+    assert rewrite_lark(text) == text
+
+
+def test_a_schema_that_is_no_json():
+    with pytest.raises(SchemaError, match="recursion limit"):
+        rewrite(json.loads("[" * 200 + "]" * 200))
+    with pytest.raises(ValueError):
+        rewrite_lark('start: %json {"a"')
+    assert is_exact(rewrite({"items": {"const": 2**60}}).schema)
+    assert rewrite({"const": 2**60}).schema == {"const": Exact(2**60)}
+    assert rewrite({"const": 1e3}).schema == {"const": 1000}
