@@ -82,6 +82,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
             fingerprint=fingerprint,
             eos_token_ids=[0],
             grammars=True,
+            embedding_size=1024,
         )
 
     async def __aenter__(self) -> ScriptedDecode:

@@ -53,15 +53,13 @@ async def ask_traces(
     credentials = Credentials.to(reachable(server))
     async with credentials.gateway(reachable(server)) as channel:
         info = await node_pb2_grpc.NodeStub(channel).GetInfo(node_pb2.GetInfoRequest(), timeout=SECONDS)
-        first = await trace_pb2_grpc.TracesStub(channel).GetTraces(request, timeout=SECONDS)
+        first = await _get_traces(channel, request)
     missing = list(first.missing)
     found = {trace.id: trace for trace in first.traces}
 
     async def ask(address: str) -> trace_pb2.GetTracesResponse:
         async with credentials.gateway(reachable(address)) as channel:
-            stub = trace_pb2_grpc.TracesStub(channel)
-            answer: trace_pb2.GetTracesResponse = await stub.GetTraces(request, timeout=SECONDS)
-            return answer
+            return await _get_traces(channel, request)
 
     siblings = [
         peer.address for peer in info.peers if peer.role == "gateway" and peer.address != info.address
@@ -76,6 +74,23 @@ async def ask_traces(
             found |= {trace.id: trace for trace in answer.traces}
             missing += answer.missing
     return list(found.values()), sorted(set(missing))
+
+
+async def _get_traces(
+    channel: grpc.aio.Channel, request: trace_pb2.GetTracesRequest
+) -> trace_pb2.GetTracesResponse:
+    """With those that did not fit into the first answer."""
+    stub = trace_pb2_grpc.TracesStub(channel)
+    answer: trace_pb2.GetTracesResponse = await stub.GetTraces(request, timeout=SECONDS)
+    while answer.left_out:
+        rest = trace_pb2.GetTracesRequest(ids=answer.left_out)
+        more: trace_pb2.GetTracesResponse = await stub.GetTraces(rest, timeout=SECONDS)
+        answer.ClearField("left_out")
+        answer.traces.extend(more.traces)
+        answer.missing.extend(more.missing)
+        if more.traces:  # else even one does not fit
+            answer.left_out.extend(more.left_out)
+    return answer
 
 
 def in_order(traces: Iterable[trace_pb2.Trace], request: trace_pb2.GetTracesRequest) -> list[trace_pb2.Trace]:

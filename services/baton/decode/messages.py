@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from baton.engine.sampling import SamplingParams
 from baton.handoff.messages import (
+    AttemptName,
     CancelPrefill,
     ChunkAnnounced,
     FirstSampled,
@@ -82,9 +83,15 @@ def sampling_to(params: SamplingParams) -> common_pb2.SamplingParams:
     return message
 
 
-def events_from(response: prefill_pb2.PrefillResponse, vocab_size: int) -> Iterator[PrefillOutput]:
+Positions = list[common_pb2.PositionLogprobs]
+
+
+def events_from(
+    response: prefill_pb2.PrefillResponse, vocab_size: int, parts: dict[AttemptName, Positions]
+) -> Iterator[PrefillOutput]:
     """The events of a message; kinds of later versions of the contract are passed over.
 
+    parts: log-probabilities of prompts that have come only in part; the caller keeps them between messages.
     Raises BatonError for a token outside the vocabulary: in a step it would fail everybody's rows.
     """
     for event in response.events:
@@ -102,10 +109,14 @@ def events_from(response: prefill_pb2.PrefillResponse, vocab_size: int) -> Itera
                 (t.token_id, logprobs_from(t.logprobs) if t.HasField("logprobs") else None)
                 for t in first.tokens
             )
-            yield FirstSampled(name, tokens, first.cached_tokens, prompt_logprobs_from(first.prompt_logprobs))
+            logprobs = prompt_logprobs_from([*parts.pop(name, ()), *first.prompt_logprobs])
+            yield FirstSampled(name, tokens, first.cached_tokens, logprobs)
+        elif kind == "prompt_logprobs":
+            parts.setdefault(name, []).extend(event.prompt_logprobs.positions)
         elif kind == "finished":
             yield LeaseFinished(name, event.finished.stood)
         elif kind == "failed":
+            parts.pop(name, None)
             error = from_status(event.failed)
             yield PrefillFailed(name, error.code.name, error.reason, error.message)
 

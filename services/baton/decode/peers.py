@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grpc
 
 from baton.config import DecodeConfig
-from baton.decode.messages import events_from, request_for
+from baton.decode.messages import Positions, events_from, request_for
 from baton.decode.types import Peer
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
-from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull, StopPull
+from baton.handoff.messages import AttemptName, Beat, CancelPrefill, DecodeEffect, StartPull, StopPull
 from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.logs import get_logger
@@ -170,6 +170,7 @@ class PrefillPeer:
         self._node = node
         self._silence = silence
         self._session = 0
+        self._parts: dict[AttemptName, Positions] = {}
         self.link = node.make_link(address, self)
         self.link.start()
 
@@ -237,7 +238,7 @@ class PrefillPeer:
         address = self.address
         self._asked = None
         try:
-            messages = list(events_from(response, self._node.model_info.vocab_size))
+            messages = list(events_from(response, self._node.model_info.vocab_size, self._parts))
         except BatonError as error:
             self.link.reset(
                 failed_precondition(f"{address} sent what cannot be: {error.message}", "PROTOCOL")
@@ -248,6 +249,7 @@ class PrefillPeer:
 
     def lost(self, error: BatonError) -> None:
         self._session += 1
+        self._parts.clear()
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
             self._node.spawn(receiver.close(), f"close pool of {self.address}")

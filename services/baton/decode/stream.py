@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Set
 
 from google.rpc import status_pb2
 
+from baton.decode.message_pieces import add_prompt, pieces
 from baton.decode.types import Done, Failed, Output, Prompt, Tokens
 from baton.rpc.errors import BatonError, not_found, to_status
 from baton.rpc.streams import Outbox, byte_size
@@ -70,7 +71,8 @@ class DecodeStream(CallerStream):
     async def messages(self) -> AsyncIterator[decode_pb2.StepEvents]:
         """Yields the messages to write, until the outbox is closed and empty."""
         async for message in self.outbox:
-            yield self.leaving(message, time.monotonic())
+            for piece in pieces(self.leaving(message, time.monotonic())):
+                yield piece
             await self._wait()
 
     def due(self, now: float) -> float:
@@ -143,7 +145,7 @@ class DecodeStream(CallerStream):
 
 
 def merge(unsent: decode_pb2.StepEvents, new: decode_pb2.StepEvents) -> decode_pb2.StepEvents:
-    """One message for two steps: tokens of one choice are joined, so the tokens bound its size."""
+    """One message for two steps: tokens of one choice are joined. It leaves in `pieces`."""
     known = {(delta.request, delta.choice): delta for delta in unsent.tokens}
     for delta in new.tokens:
         into = known.get((delta.request, delta.choice))
@@ -177,11 +179,12 @@ def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) 
         if output.finish is not None:
             delta.finish_reason = FINISH_REASONS[output.finish]
         return
-    event = message.events.add(request=output.request, attempt=output.attempt)
     if isinstance(output, Prompt):
-        event.prompt.cached_tokens = output.cached_tokens
-        event.prompt.prompt_logprobs.extend(prompt_logprobs_to(output.logprobs))
-    elif isinstance(output, Done):
+        logprobs = prompt_logprobs_to(output.logprobs)
+        add_prompt(message, output.request, output.attempt, output.cached_tokens, logprobs)
+        return
+    event = message.events.add(request=output.request, attempt=output.attempt)
+    if isinstance(output, Done):
         event.finished.stats.CopyFrom(output.stats)
         event.finished.stats.pulled_bytes = output.stats.pulled_pages * page_bytes
     elif isinstance(output, Failed):

@@ -56,6 +56,8 @@ class Liveness:
 
 
 _log = get_logger()
+_OF_PROMPT = ("prompt_logprobs", "prompt")
+"""Kinds of events that come before tokens."""
 
 
 class TokenSink(Protocol):
@@ -99,6 +101,8 @@ class DecodePeer:
         self._dial = dial
         self._sinks: dict[int, TokenSink] = {}
         self._cancelled: set[int] = set()  # requests whose terminal event the node has not sent yet
+        self._prompts: dict[int, decode_pb2.PromptDone] = {}
+        """Of requests whose prompt's log-probabilities have come in part."""
         self._liveness = Liveness(silence)
         self._ticking: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -190,10 +194,10 @@ class DecodePeer:
     def _on_message(self, message: decode_pb2.StepEvents) -> None:
         self._liveness.heard()
         for event in message.events:
-            if event.WhichOneof("kind") == "prompt":
+            if event.WhichOneof("kind") in _OF_PROMPT:
                 sink = self._sinks.get(event.request)
                 if sink is not None and sink.attempt == event.attempt:
-                    sink.on_prompt(event.prompt)
+                    self._on_prompt(event, sink)
         for delta in message.tokens:
             sink = self._sinks.get(delta.request)
             if sink is not None:
@@ -203,8 +207,18 @@ class DecodePeer:
                 _log.warning("tokens of an unknown request", decode=self.address, request=delta.request)
                 self._send_cancel(delta.request, delta.attempt)
         for event in message.events:
-            if event.WhichOneof("kind") != "prompt":
+            if event.WhichOneof("kind") not in _OF_PROMPT:
                 self._on_event(event)
+
+    def _on_prompt(self, event: decode_pb2.DecodeEvent, sink: TokenSink) -> None:
+        if event.HasField("prompt_logprobs"):
+            positions = event.prompt_logprobs.positions
+            self._prompts.setdefault(event.request, decode_pb2.PromptDone()).prompt_logprobs.extend(positions)
+            return
+        done = self._prompts.pop(event.request, None)
+        if done is not None:
+            done.MergeFrom(event.prompt)
+        sink.on_prompt(done or event.prompt)
 
     def _on_event(self, event: decode_pb2.DecodeEvent) -> None:
         kind = event.WhichOneof("kind")
@@ -214,6 +228,7 @@ class DecodePeer:
         if kind not in ("finished", "failed"):
             _log.warning("unexpected event", decode=self.address, kind=kind or "none")
             return
+        self._prompts.pop(event.request, None)
         if event.request in self._cancelled:
             self._cancelled.remove(event.request)
             return
@@ -279,6 +294,7 @@ class DecodePeer:
         if self._asking is not None:
             self._asking.cancel()
         self._cancelled.clear()
+        self._prompts.clear()
         self.lose(unavailable(f"decode node {self.address} was lost: {error.message}", "DECODE_LOST", 1000))
 
 

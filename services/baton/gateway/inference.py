@@ -13,6 +13,7 @@ import grpc
 from baton.gateway import admission
 from baton.gateway.authentication import ApiKey, GatewayAuthentication
 from baton.gateway.backpressure import Write, limited
+from baton.gateway.delta_pieces import pieces
 from baton.gateway.embeddings import embed
 from baton.gateway.gateway import Gateway
 from baton.gateway.prompts import Session
@@ -22,6 +23,7 @@ from baton.rpc.address import peer_host
 from baton.rpc.authentication import as_mapping
 from baton.rpc.errors import BatonError, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
+from baton.rpc.message_size import check_embeddings
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 MAX_UNREAD = 1024
@@ -112,6 +114,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> inference_pb2.EmbedResponse:
         metadata = as_mapping(context.invocation_metadata())
         api_key = self._authentication.api_key(metadata.get("authorization", ""))
+        if (model := self._gateway.model_or_last()) is not None:
+            values = request.dimensions or model.embedding_size
+            check_embeddings(len(request.inputs), values, "inputs")
         return await embed(self._gateway, request, api_key)
 
     async def ListModels(
@@ -184,12 +189,24 @@ class _ClientStream:
                 elif events and request.log.more:
                     self._changed[id] = None
                 for event in events:
-                    await write(event)
+                    try:
+                        for piece in pieces(event):
+                            await write(piece)
+                    except BatonError as error:
+                        await write(self._give_up(id, request, error))
+                        break
             self._room.set()
             if self._half_closed and not self._open and not self._rejected:
                 return
             if not self._wake.is_set():
                 await self._sleep()
+
+    def _give_up(self, id: str, request: Request, error: BatonError) -> inference_pb2.GenerateResponse:
+        """The terminal event of a request whose output cannot be written."""
+        request.fail(error)
+        self._open.pop(id, None)
+        self._changed.pop(id, None)
+        return inference_pb2.GenerateResponse(id=id, failed=to_status(error))
 
     async def _sleep(self) -> None:
         """Waits until there may be something to write. Raises BatonError after a long time without

@@ -7,9 +7,12 @@ from collections.abc import AsyncGenerator
 
 from baton.gateway import admission
 from baton.gateway.authentication import ApiKey
+from baton.gateway.delta_pieces import pieces
 from baton.gateway.gateway import Gateway
 from baton.gateway.requests import Request
 from baton.rpc.errors import from_status, invalid
+from baton.rpc.message_size import check_answer
+from baton.rpc.streams import byte_size
 from baton.v1 import inference_pb2
 
 
@@ -43,7 +46,8 @@ class SingleRequest:
                 kind = event.WhichOneof("kind")
                 if kind == "failed":
                     raise from_status(event.failed)
-                yield inference_pb2.StreamResponse(**{kind: getattr(event, kind)})
+                for piece in pieces(event):
+                    yield inference_pb2.StreamResponse(**{kind: getattr(piece, kind)})
             if not self._request.log.more and not self._request.log.drained:
                 await self._wake.wait()
 
@@ -51,7 +55,10 @@ class SingleRequest:
         answer = inference_pb2.CompleteResponse()
         texts: list[list[str]] = []
         reasoning: list[list[str]] = []
+        size = 0
         async for response in self.responses():
+            size += byte_size(response)
+            check_answer(size, "start", "use Inference.Stream or Inference.Generate")
             kind = response.WhichOneof("kind")
             if kind == "delta":
                 delta = response.delta

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.rpc.channel import Dial, open_channel
+from baton.rpc.channel import MAX_MESSAGE_BYTES, Dial, open_channel
 from baton.rpc.errors import (
     BatonError,
     failed_precondition,
@@ -196,7 +196,7 @@ class Tokenizer:
     ) -> tokenizer_pb2.EncodeResult:
         """Raises BatonError. timeout: seconds. asking: called with the address of each process before it is
         asked."""
-        response = await self._encode(tokenizer_pb2.EncodeRequest(inputs=[given]), timeout, asking)
+        response = await self._encode(_encode_request([given]), timeout, asking)
         if len(response.results) != 1:
             raise internal(f"a tokenizer answered {len(response.results)} of 1 inputs")
         (result,) = response.results
@@ -219,7 +219,7 @@ class Tokenizer:
         for first in range(0, len(texts), TEXTS_PER_CALL):
             part = texts[first : first + TEXTS_PER_CALL]
             inputs = [tokenizer_pb2.EncodeInput(text=text, add_special_tokens=special) for text in part]
-            request = tokenizer_pb2.EncodeRequest(inputs=inputs)
+            request = _encode_request(inputs)
             left = max(0.001, deadline - time.monotonic())
             response = await self._encode(request, left, lambda address: None)
             if len(response.results) != len(part):
@@ -271,3 +271,7 @@ class Tokenizer:
             if time.monotonic() + RETRY_SECONDS >= min(deadline, wait_until):
                 raise error
             await asyncio.sleep(RETRY_SECONDS)
+
+
+def _encode_request(inputs: Sequence[tokenizer_pb2.EncodeInput]) -> tokenizer_pb2.EncodeRequest:
+    return tokenizer_pb2.EncodeRequest(inputs=inputs, max_answer_bytes=MAX_MESSAGE_BYTES)

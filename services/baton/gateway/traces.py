@@ -13,6 +13,8 @@ import grpc.aio
 
 from baton.rpc.channel import Dial
 from baton.rpc.errors import from_rpc_error, invalid
+from baton.rpc.message_size import MAX_ANSWER_BYTES
+from baton.rpc.streams import byte_size
 from baton.rpc.trace_messages import event_to, events_from
 from baton.tracing.recorder import Event, Kind, Recorder
 from baton.tracing.timeline import Phase, Process, Recorded, Timeline, parse_id, timeline
@@ -188,7 +190,7 @@ class TracesServicer(trace_pb2_grpc.TracesServicer):
     async def GetTraces(
         self, request: trace_pb2.GetTracesRequest, context: Any
     ) -> trace_pb2.GetTracesResponse:
-        return await answer(self._traces, request)
+        return _fitting(await answer(self._traces, request))
 
 
 async def answer(traces: Traces, request: trace_pb2.GetTracesRequest) -> trace_pb2.GetTracesResponse:
@@ -206,6 +208,16 @@ async def answer(traces: Traces, request: trace_pb2.GetTracesRequest) -> trace_p
     for each in found:
         response.traces.append(to_message(each))
         await asyncio.sleep(0)  # each may have thousands of events
+    return response
+
+
+def _fitting(response: trace_pb2.GetTracesResponse) -> trace_pb2.GetTracesResponse:
+    """Leaves out the last traces of an answer that is too large, and names them."""
+    size = byte_size(response)
+    while size > MAX_ANSWER_BYTES:
+        last = response.traces.pop()
+        response.left_out.insert(0, last.id)
+        size -= byte_size(last)
     return response
 
 

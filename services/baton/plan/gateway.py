@@ -49,7 +49,8 @@ class Gateway:
     def _update_views(self) -> None:
         for address, node in self._nodes.items():
             view = self._router.view(address)
-            self._router.update(address, node.cache_update(view.sequence if view.page_size else None))
+            for update in node.cache_updates(view.sequence if view.page_size else None):
+                self._router.update(address, update)
         self._world.at(UPDATE_SECONDS, self._actor, self._update_views)
 
     def route(self, number: int, prompt: Sequence[int]) -> Route:

@@ -3,7 +3,7 @@ Messages and pulls take their time and never fail."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from baton.stepcost import CostCalibration
 from baton.tracing.recorder import Recorder
 from baton.transport.base import ignore_time
 from baton.v1 import cache_pb2, common_pb2, decode_pb2, node_pb2, prefill_pb2
-from baton.worker.load import add_step_cost, cache_update, snapshot
+from baton.worker.load import add_step_cost, cache_updates, snapshot
 from baton.worker.shell import C, WorkerShell
 
 
@@ -102,11 +102,11 @@ class SimNode(WorkerShell[C]):
     def endpoints(self) -> list[common_pb2.Endpoint]:
         return []
 
-    def cache_update(self, known: int | None) -> cache_pb2.CacheUpdate:
+    def cache_updates(self, known: int | None) -> Iterator[cache_pb2.CacheUpdate]:
         """For a gateway that knows the prefix tree up to this change; None: nothing of it."""
         while (event := self._changes.take()) is not None:
             self._tree.apply(event)
-        return cache_update(self._tree, known, 1, self.load())
+        return cache_updates(self._tree, known, 1, self.load())
 
     def load(self) -> node_pb2.Load:
         load = snapshot(self.core.scheduler, self.core.requests)

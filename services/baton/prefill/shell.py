@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from itertools import chain
 
 from baton.config import PrefillConfig
 from baton.handoff.messages import (
@@ -16,9 +17,10 @@ from baton.handoff.messages import (
 from baton.kvcache import KvCache
 from baton.prefill.core import PrefillCore, make_core
 from baton.rpc.errors import BatonError, failed_precondition, invalid, to_status, unavailable
+from baton.rpc.message_size import MAX_ANSWER_BYTES, cut
 from baton.rpc.streams import Outbox, byte_size
 from baton.tracing.recorder import Kind
-from baton.v1 import node_pb2, prefill_pb2
+from baton.v1 import common_pb2, node_pb2, prefill_pb2
 from baton.worker.caller_stream import CallerStream
 from baton.worker.convert import (
     check_start,
@@ -41,6 +43,14 @@ class PrefillStream(CallerStream):
         super().__init__(incarnation, Outbox(_merge, size_of=byte_size))
         self.names = RecentNames()
 
+    async def messages(self) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        async for message in self.outbox:
+            if byte_size(message) <= MAX_ANSWER_BYTES:
+                yield message
+                continue
+            for run in cut(message.events):
+                yield prefill_pb2.PrefillResponse(events=run)
+
 
 def _merge(
     unsent: prefill_pb2.PrefillResponse, new: prefill_pb2.PrefillResponse
@@ -49,7 +59,8 @@ def _merge(
     return unsent
 
 
-def _event(output: PrefillOutput) -> prefill_pb2.PrefillEvent:
+def _events(output: PrefillOutput) -> Iterator[prefill_pb2.PrefillEvent]:
+    """More than one where log-probabilities are too large for one message."""
     event = prefill_pb2.PrefillEvent(attempt=name_to(output.name))
     if isinstance(output, ChunkAnnounced):
         event.chunk.first_page = output.first_page
@@ -60,8 +71,12 @@ def _event(output: PrefillOutput) -> prefill_pb2.PrefillEvent:
         for each in output.more:
             event.chunk.more.add(first_page=each.first, page_ids=each.pages, generations=each.generations)
     elif isinstance(output, FirstSampled):
+        *first, last = cut(prompt_logprobs_to(output.prompt_logprobs or None))
+        for run in first:
+            positions = common_pb2.PromptLogprobs(positions=run)
+            yield prefill_pb2.PrefillEvent(attempt=event.attempt, prompt_logprobs=positions)
         event.first.cached_tokens = output.cached_tokens
-        event.first.prompt_logprobs.extend(prompt_logprobs_to(output.prompt_logprobs or None))
+        event.first.prompt_logprobs.extend(last)
         for token, logprobs in output.tokens:
             sampled = event.first.tokens.add(token_id=token)
             if logprobs is not None:
@@ -70,7 +85,7 @@ def _event(output: PrefillOutput) -> prefill_pb2.PrefillEvent:
         event.finished.stood = output.stood
     elif isinstance(output, PrefillFailed):
         event.failed.CopyFrom(status_of(output.code, output.reason, output.message))
-    return event
+    yield event
 
 
 class PrefillShell(WorkerShell[PrefillCore]):
@@ -98,7 +113,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
     def _deliver(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
         for holder, sent in outputs.items():
             assert isinstance(holder, PrefillStream)
-            if not holder.put(prefill_pb2.PrefillResponse(events=[_event(output) for output in sent])):
+            if not holder.put(prefill_pb2.PrefillResponse(events=chain.from_iterable(map(_events, sent)))):
                 self.drop(holder)
 
     # --- what callers say: worker.caller_stream.Service -------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from baton.rpc.errors import invalid
+from baton.rpc.message_size import check_answer
+from baton.rpc.streams import byte_size
 from baton.tracing.recorder import Event, Kind, Recorder
 from baton.v1 import trace_pb2
 
@@ -21,6 +23,7 @@ def recent(recorder: Recorder, request: trace_pb2.RecentRequest) -> trace_pb2.Re
     events = recorder.of(names) if names else []
     found = trace_pb2.RecentEvents(events=map(event_to, events))
     found.clock_us = _microseconds(recorder.clock())  # last, so that making the answer is not in its way
+    check_answer(byte_size(found), "requests", "name fewer at a time")
     return found
 
 

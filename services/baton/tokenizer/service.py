@@ -22,6 +22,8 @@ from baton.rpc.errors import (
     to_status,
     unavailable,
 )
+from baton.rpc.message_size import MAX_ANSWER_BYTES, check_answer, cut
+from baton.rpc.streams import byte_size
 from baton.rpc.validate import check_token_ids
 from baton.tokenizer.chat import Rendered
 from baton.tokenizer.conversation import read
@@ -40,6 +42,9 @@ MAX_STREAMS = 65536
 """Open token streams on one call of Detokenize, and closed ones that are remembered."""
 MAX_WORK = 512
 """Most pieces of work that wait or run; more are refused."""
+
+ENTRY_BYTES = 8
+"""Of a text or a result in its message, beside itself."""
 
 T = TypeVar("T")
 
@@ -72,6 +77,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             self._record(Kind.TOKENIZING, request)
             results = encode_all(tokenizer, request.inputs)
             self._record(Kind.TOKENIZED, request, results)
+            most = request.max_answer_bytes if request.HasField("max_answer_bytes") else MAX_ANSWER_BYTES
+            size = sum(byte_size(result) + ENTRY_BYTES for result in results)
+            check_answer(size, "inputs", "send fewer at a time, or set max_answer_bytes", most)
             return results
 
         try:
@@ -108,7 +116,13 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         def work() -> list[str]:
             for index, sequence in enumerate(request.sequences):
                 check_token_ids(sequence.token_ids, vocabulary.size, f"sequences[{index}].token_ids")
-            return [decode(vocabulary, s.token_ids, skip) for s in request.sequences]
+            texts: list[str] = []
+            size = 0
+            for sequence in request.sequences:
+                texts.append(decode(vocabulary, sequence.token_ids, skip))
+                size += len(texts[-1].encode()) + ENTRY_BYTES
+                check_answer(size, "sequences", "send fewer tokens at a time, or use Detokenize")
+            return texts
 
         with self._counted():
             texts = await self._work(work)
@@ -129,9 +143,14 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         try:
             async for request in requests:
                 if sum(map(_tokens_in, request.items)) <= INLINE_TOKENS:
-                    yield streams.apply(request)
+                    answer = streams.apply(request)
                 else:
-                    yield await self._work(partial(streams.apply, request))
+                    answer = await self._work(partial(streams.apply, request))
+                if byte_size(answer) <= MAX_ANSWER_BYTES:
+                    yield answer
+                else:
+                    for run in cut(answer.outputs):
+                        yield tokenizer_pb2.DetokenizeResponse(outputs=run)
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
@@ -249,6 +268,7 @@ class TokenStreams:
         output.text = text
         output.finished = item.finish
         output.token_bytes.extend(self._vocabulary.bytes_of(token) for token in item.token_bytes_of)
+        check_answer(byte_size(output), field, "send fewer tokens in an item")
 
     def _open_stream(self, item: tokenizer_pb2.DetokenizeItem) -> Detokenizer:
         if item.id in self._closed:

@@ -19,8 +19,8 @@ from typing import Any, Self
 
 from baton.v1 import tokenizer_pb2
 
-PART_TOKENS = 16384
-"""Tokens in a part of the vocabulary, as it is sent: a few hundred kilobytes."""
+PART_TOKENS = 4096
+"""Tokens in a part of the vocabulary, as it is sent: about a hundred kilobytes."""
 
 Spec = dict[str, Any]
 

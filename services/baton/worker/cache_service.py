@@ -12,7 +12,7 @@ from baton.kvcache.kv_events import TreeEvents, TreeLog
 from baton.rpc.errors import BatonError, abort, exhausted, unavailable
 from baton.rpc.tasks import wait_at_most
 from baton.v1 import cache_pb2, cache_pb2_grpc
-from baton.worker.load import cache_update
+from baton.worker.load import cache_updates
 
 if TYPE_CHECKING:
     from baton.worker.node import WorkerNode
@@ -55,8 +55,8 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
                         or self._node.observed > sent
                         or now >= sent + SIGN_OF_LIFE_SECONDS
                     ):
-                        update = cache_update(log, known, self._node.incarnation, self._node.load())
-                        yield update
+                        for update in cache_updates(log, known, self._node.incarnation, self._node.load()):
+                            yield update
                         known, sent = update.sequence, now
                     await wait_at_most(UPDATE_SECONDS, self._stopping)
             raise unavailable("the node is stopping", "STOPPING")

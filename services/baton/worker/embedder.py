@@ -24,6 +24,7 @@ from baton.rpc.errors import (
     unavailable,
     without_frames,
 )
+from baton.rpc.message_size import check_embeddings
 from baton.rpc.validate import check_token_ids
 from baton.v1 import embed_pb2, node_pb2
 from baton.worker.shell import Steps, WorkerCore
@@ -124,6 +125,7 @@ def check(message: embed_pb2.EmbedPrompts, info: node_pb2.ModelInfo) -> None:
     if message.HasField("dimensions") and not 1 <= message.dimensions <= info.embedding_size:
         text = f"dimensions must be in [1, {info.embedding_size}], not {message.dimensions}"
         raise invalid("dimensions", text)
+    check_embeddings(len(message.prompts), message.dimensions or info.embedding_size, "prompts")
     for index, prompt in enumerate(message.prompts):
         field, size = f"prompts[{index}].token_ids", len(prompt.token_ids)
         if not size:

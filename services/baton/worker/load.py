@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from baton.v1 import cache_pb2, node_pb2
 
 if TYPE_CHECKING:
     from baton.worker.engine import Engine
+
+STORED_PER_UPDATE = 2**17
+"""Digests of eight bytes."""
 
 
 def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
@@ -72,18 +76,21 @@ def add_grammars(load: node_pb2.Load, engine: Engine) -> None:
         load.grammars, load.grammar_us = stats.compiled, int(1e6 * stats.seconds)
 
 
-def cache_update(
+def cache_updates(
     log: TreeLog, known: int | None, incarnation: int, load: node_pb2.Load
-) -> cache_pb2.CacheUpdate:
-    """For a watcher that knows the log up to this change; None: it knows nothing."""
+) -> Iterator[cache_pb2.CacheUpdate]:
+    """For a watcher that knows the log up to this change; None: it knows nothing. A large tree takes several,
+    and before the last of them its watcher knows no change."""
     changes = log.since(known)
-    return cache_pb2.CacheUpdate(
-        incarnation=incarnation,
-        after=changes.after,
-        sequence=changes.sequence,
-        snapshot=changes.snapshot,
-        stored=changes.stored,
-        removed=changes.removed,
-        page_size=log.page_size,
-        load=load,
-    )
+    for first in range(0, max(1, len(changes.stored)), STORED_PER_UPDATE):
+        last = first + STORED_PER_UPDATE >= len(changes.stored)
+        yield cache_pb2.CacheUpdate(
+            incarnation=incarnation,
+            after=changes.after,
+            sequence=changes.sequence if last else changes.after,
+            snapshot=changes.snapshot and not first,
+            stored=changes.stored[first : first + STORED_PER_UPDATE],
+            removed=() if first else changes.removed,
+            page_size=log.page_size,
+            load=load,
+        )
