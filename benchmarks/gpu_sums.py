@@ -104,7 +104,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path) -> None:
     torch.cuda.set_device(device)
     method = f"file://{folder}/nccl"
     dist.init_process_group("nccl", init_method=method, rank=rank, world_size=options.ranks, device_id=device)
-    own = meet_on_gpus(Shard(rank, options.ranks), Rendezvous(folder / "own"), 30.0, device)
+    own = meet_on_gpus(Shard(rank, options.ranks), Rendezvous(str(folder / "own")), 30.0, device)
     sgl = SglSum(rank, device)
     norm = torch.ones(options.columns, device=device, dtype=torch.bfloat16)
     for rows in options.rows:

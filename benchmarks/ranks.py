@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import statistics
+import struct
 import tempfile
 import time
 from pathlib import Path
@@ -62,7 +63,8 @@ def way(rows: int, plans: int) -> dict[str, float]:
         began = time.monotonic()
         channel.send_plan(encoder.encode(step), 1)
         own.append(time.monotonic() - began)
-        times.append(channel.receive(5.0) - began)
+        (decoded,) = struct.unpack("d", channel.receive_bytes(5.0))
+        times.append(decoded - began)
         time.sleep(2e-4)
     channel.close()
     os.waitpid(pid, 0)
@@ -81,7 +83,7 @@ def _follow(channel: Channel) -> None:
         while True:
             _, message = channel.next()
             decoder.decode(message)
-            channel.send(time.monotonic())
+            channel.send_bytes(struct.pack("d", time.monotonic()))
     except ChannelClosed:
         return
 

@@ -333,7 +333,7 @@ async def test_metrics_beyond_loopback_take_the_secret(tmp_path):
             assert await asyncio.to_thread(scrape, port, **given) == 401
         assert await asyncio.to_thread(scrape, port, Authorization=f"Bearer {SECRET}") == 200
     pem = certificates.make(tmp_path)
-    tls = tls_of(pem.ca, pem.cert, pem.key).http_context()
+    tls = tls_of(pem.ca, pem.cert, pem.key).ssl_context(server=True)
     async with served(metrics_app(CollectorRegistry(), well), tls) as port:
         known, unknown = (ssl.create_default_context(cafile=pem.ca) for _ in range(2))
         known.load_cert_chain(pem.cert, pem.key)

@@ -44,7 +44,7 @@ def test_every_bit_is_that_of_sums_in_the_order_of_the_ranks(tmp_path, place, ra
 def rank_of(rank: int, ranks: int, place: str, folder: Path) -> None:
     device = torch.device("cuda", rank if place == "cuda" else 0)
     torch.cuda.set_device(device)
-    own = meet_on_gpus(Shard(rank, ranks), Rendezvous(folder / "meet"), 60.0, device)
+    own = meet_on_gpus(Shard(rank, ranks), Rendezvous(str(folder / "meet")), 60.0, device)
     generator = torch.Generator(device=device).manual_seed(1)
 
     def parts(*shape: int, dtype: torch.dtype) -> list[torch.Tensor]:

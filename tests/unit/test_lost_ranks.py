@@ -18,7 +18,8 @@ from baton.decode.server import DecodeNode
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 from baton.ranks.channel import CollectiveError
-from baton.ranks.followers import End, Followers
+from baton.ranks.followers import Followers
+from baton.ranks.messages import End
 from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError, failed_precondition
 from baton.worker.engine import build_engine, measure_steps

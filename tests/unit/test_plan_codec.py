@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import marshal
+import pickle
 import random
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 
+from baton.config import DecodeConfig, WorkerConfig
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 from baton.kvcache import GONE
+from baton.layers.shard import Shard
 from baton.ranks.channel import Channel, ChannelClosed, ChannelError
+from baton.ranks.messages import End, Failed, Loaded, MakePool, Meet, Message, Ready, Setup, Started
 from baton.ranks.plan_codec import PlanDecoder, PlanEncoder
+from baton.rpc.authentication import Cluster, ClusterTls
 
 
 def random_plan(rng, number, tables):
@@ -123,15 +133,92 @@ def ends():
     return Channel(ours, 5.0), Channel(theirs, 5.0)
 
 
-def test_objects_and_plans_arrive_in_order():
+CLUSTER = Cluster("secret", ClusterTls(b"ca", b"cert", b"key", "name"), secret_in_clear=True)
+EVERY_MESSAGE = [
+    Setup(Shard(1, 4, 2), None, 7, WorkerConfig(tp=4, master="a:1"), cluster=CLUSTER),
+    Setup(Shard(1, 2), ("a", 1), 7, WorkerConfig(transports=("grpc",))),
+    Started(),
+    Meet(),
+    Loaded("its name"),
+    MakePool(3, 16, 64, "/dev/shm/pool"),
+    MakePool(3, 16, 64, None),
+    Ready(1, "host", "cpu", 2**40, None, b"part"),
+    End(),
+    Failed("why"),
+]
+
+
+def test_messages_and_plans_arrive_in_order():
     ours, theirs = ends()
-    ours.send({"pages": 3})
+    for message in EVERY_MESSAGE:
+        ours.send(message)
     ours.send_plan(b"one", 4)
     ours.send_plan(b"two", 1)
-    assert theirs.next() == {"pages": 3}
+    assert [theirs.next() for _ in EVERY_MESSAGE] == EVERY_MESSAGE
+    assert {type(message) for message in EVERY_MESSAGE} == set(get_args(Message))
     assert [theirs.next(), theirs.next()] == [(4, b"one"), (1, b"two")]
-    theirs.send("ready")
-    assert ours.receive(1.0) == "ready"
+    theirs.send(Started())
+    assert ours.receive(1.0) == Started()
+
+
+def test_the_kind_of_node_does_not_matter_to_a_follower():
+    ours, theirs = ends()
+    ours.send(Setup(Shard(1, 2), "/a", 7, DecodeConfig(tp=2, prefill=("a:1",))))
+    assert theirs.receive(1.0) == Setup(Shard(1, 2), "/a", 7, WorkerConfig(tp=2))
+
+
+class Harmful:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(bytes([2]) + pickle.dumps(each) for each in (Harmful(), Started())),
+        bytes([2]) + msgspec.msgpack.encode({"type": "Ready", "pid": "no number"}),
+        bytes([2]) + msgspec.msgpack.encode({"type": "Unknown"}),
+        bytes([9]) + bytes(20),
+        bytes([1]),
+        b"",
+    ],
+    ids=["code", "pickle", "wrong type", "unknown", "kind", "short", "empty"],
+)
+def test_what_ranks_do_not_say_is_refused_and_never_executed(content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, 1.0)
+    theirs.sendall(len(content).to_bytes(4, "little") + content)
+    with theirs, pytest.raises(ChannelError):
+        channel.next()
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pickle.dumps(Harmful()),
+        marshal.dumps((1, [], [], ())),
+        msgspec.msgpack.encode((1, [("slot", 0, None, None)], [], [], [])),
+        msgspec.msgpack.encode((1, [], [], [])),
+    ],
+    ids=["code", "marshal", "wrong type", "short"],
+)
+def test_a_plan_that_is_none_is_refused(plan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(msgspec.DecodeError):
+        PlanDecoder().decode(plan)
+    assert not Path("executed").exists()
+
+
+def test_a_long_message_is_sent_while_another_comes():
+    """Both sides' buffers are full."""
+    ours, theirs = ends()
+    long = bytes(2**23)
+    with ThreadPoolExecutor(2) as threads:
+        sent = [threads.submit(each.send_bytes, long) for each in (ours, theirs)]
+        assert [each.receive_bytes(5.0) == long for each in (ours, theirs)] == [True, True]
+        assert [each.result(5.0) for each in sent] == [None, None]
 
 
 def test_a_missing_plan_is_noticed():
@@ -166,6 +253,6 @@ def test_a_side_that_takes_nothing_holds_up_the_other_for_a_limited_time():
 def test_the_rest_of_a_message_is_waited_for_no_longer_than_that():
     ours, theirs = socket.socketpair()
     channel = Channel(ours, 0.05)
-    theirs.sendall(b"\0\0\0\x08half")  # 8 bytes are announced
+    theirs.sendall(b"\x08\0\0\0half")  # 8 bytes are announced
     with theirs, pytest.raises(ChannelClosed):
         channel.receive(1.0)

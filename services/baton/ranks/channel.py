@@ -1,26 +1,35 @@
-"""Messages between rank 0 and a follower, over a pair of sockets, or from host to host over TCP.
+"""Messages between rank 0 and a follower, over a pair of sockets, or from host to host over TLS.
 
-The first byte says what a message is; plans are counted, so that a follower notices one that is missing.
+A message is its length, a byte that says what it is, and plain data (msgpack). Plans are counted, so that a
+follower notices one that is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import os
-import pickle
+import select
 import socket
+import ssl
 import struct
-from multiprocessing.connection import Connection
-from typing import Any
+import threading
+import time
 
+import msgspec
+
+from baton.ranks.messages import Message
+
+_LENGTH = struct.Struct("<I")
 _PLAN = struct.Struct("<BxHI")
 """PLAN, threads, count."""
 PLAN, OBJECT, BYTES = 1, 2, 3
 MAX_FRAME = 2**30
 """Bytes of a message at most."""
-SEAL_BYTES = 16
+PIECE = 2**16
+"""Bytes read at a time."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 class ChannelError(Exception):
@@ -35,55 +44,30 @@ class CollectiveError(Exception):
     """Another rank is gone, or has taken longer than the time limit. The ranks cannot go on together."""
 
 
-class Seal:
-    """Of one end of a TCP connection: each message carries a keyed hash (BLAKE2b) over it and its number, so
-    that nobody without the key can add, change or repeat one. It hides nothing."""
-
-    def __init__(self, sending: bytes, receiving: bytes) -> None:
-        """The keys of the two directions, up to 64 bytes each."""
-        self._keys = [sending, receiving]
-        self._counts = [0, 0]
-
-    def _hash(self, direction: int, message: bytes | memoryview) -> bytes:
-        self._counts[direction] += 1
-        count = self._counts[direction].to_bytes(16, "little")
-        key = self._keys[direction]
-        return hashlib.blake2b(message, digest_size=SEAL_BYTES, key=key, salt=count).digest()
-
-    def close(self, message: bytes) -> bytes:
-        return self._hash(0, message) + message
-
-    def open(self, sealed: bytes) -> bytes:
-        """Raises ChannelError."""
-        message = memoryview(sealed)[SEAL_BYTES:]
-        if not hmac.compare_digest(self._hash(1, message), sealed[:SEAL_BYTES]):
-            raise ChannelError("a message came that the other side has not sent")
-        return bytes(message)
-
-
 class Channel:
-    """One end. `seconds`: longest wait until a message is taken, or for its rest once it has begun."""
+    """One end; a thread may send while another receives. `seconds`: longest wait until a message is taken, or
+    for its rest once it has begun."""
 
-    def __init__(self, own: socket.socket, seconds: float, seal: Seal | None = None) -> None:
-        timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+    def __init__(self, own: socket.socket, seconds: float) -> None:
+        own.setblocking(False)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
-        self._connection = Connection(own.detach())
-        self._seal = seal
+        self._socket = own
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        """OpenSSL's connections serve one thread at a time."""
+        self._unread = bytearray()
         self._sent = self._received = 0
 
-    def send(self, what: Any) -> None:
-        """Any object that can be pickled: both ends are the same program and the same user's. Raises
-        ChannelError."""
-        self._send(bytes([OBJECT]) + pickle.dumps(what))
+    def send(self, what: Message) -> None:
+        """Raises ChannelError."""
+        self._send(bytes([OBJECT]) + _encoder.encode(what))
 
-    def receive(self, seconds: float | None) -> Any:
-        """The next object; None: waits as long as it takes. Raises ChannelError."""
+    def receive(self, seconds: float | None) -> Message:
+        """The next message that is no plan; None: waits as long as it takes. Raises ChannelError."""
         message = self._receive(seconds)
         if message[0] != OBJECT:
             raise ChannelError("a plan came where an answer was expected")
-        return pickle.loads(memoryview(message)[1:])
+        return _decoded(message)
 
     def send_bytes(self, what: bytes) -> None:
         """Raises ChannelError."""
@@ -101,11 +85,13 @@ class Channel:
         self._sent += 1
         self._send(_PLAN.pack(PLAN, threads, self._sent & 0xFFFFFFFF) + plan)
 
-    def next(self) -> tuple[int, bytes] | Any:
-        """A plan with its threads, or another object; waits as long as it takes. Raises ChannelError."""
+    def next(self) -> tuple[int, bytes] | Message:
+        """A plan with its threads, or another message; waits as long as it takes. Raises ChannelError."""
         message = self._receive(None)
         if message[0] == OBJECT:
-            return pickle.loads(memoryview(message)[1:])
+            return _decoded(message)
+        if message[0] != PLAN or len(message) < _PLAN.size:
+            raise ChannelError("a message of an unknown kind came")
         _, threads, count = _PLAN.unpack_from(message)
         self._received += 1
         if count != self._received & 0xFFFFFFFF:
@@ -113,24 +99,70 @@ class Channel:
         return threads, message[_PLAN.size :]
 
     def _send(self, message: bytes) -> None:
+        left = memoryview(_LENGTH.pack(len(message)) + message)
+        deadline = time.monotonic() + self._seconds
         try:
-            self._connection.send_bytes(message if self._seal is None else self._seal.close(message))
-        except OSError as error:
+            while left:
+                try:
+                    with self._lock:
+                        left = left[self._socket.send(left) :]
+                except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                    if not self._wait(select.POLLOUT, deadline):
+                        raise TimeoutError(f"none for {self._seconds:g} s") from None
+        except (OSError, ValueError) as error:
             raise ChannelClosed(f"it takes no messages: {error}") from error
 
     def _receive(self, seconds: float | None) -> bytes:
         try:
-            if not self._connection.poll(seconds):
+            head = self._read(_LENGTH.size, seconds)
+            if head is None:
                 raise ChannelError(f"it has not answered for {seconds:g} s")
-            message = self._connection.recv_bytes(MAX_FRAME)
-        except (OSError, EOFError) as error:
+            (length,) = _LENGTH.unpack(head)
+            if not 0 < length <= MAX_FRAME:
+                raise ChannelError(f"a message of {length} bytes was announced")
+            message = self._read(length, self._seconds)
+        except (OSError, ValueError) as error:
             raise ChannelClosed("it has ended") from error
-        return message if self._seal is None else self._seal.open(message)
+        if message is None:
+            raise ChannelClosed("the rest of a message does not come")
+        return message
+
+    def _read(self, count: int, seconds: float | None) -> bytes | None:
+        """So many bytes; None: they have not come in time. Raises ChannelClosed, OSError and ValueError."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while len(self._unread) < count:
+            try:
+                with self._lock:
+                    more = self._socket.recv(PIECE)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if not self._wait(select.POLLIN, deadline):
+                    return None
+                continue
+            if not more:
+                raise ChannelClosed("it has ended")
+            self._unread += more
+        found = bytes(memoryview(self._unread)[:count])
+        del self._unread[:count]
+        return found
+
+    def _wait(self, event: int, deadline: float | None) -> bool:
+        """Whether the socket is ready before the deadline."""
+        waiting = select.poll()
+        waiting.register(self._socket, event)
+        left = None if deadline is None else max(0.0, 1000 * (deadline - time.monotonic()))
+        return bool(waiting.poll(left))
 
     def end(self) -> None:
         """Both sides read nothing more: wakes a thread that waits for a message."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as own:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._socket.fileno())) as own:
             own.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._connection.close()
+        self._socket.close()
+
+
+def _decoded(message: bytes) -> Message:
+    try:
+        return _decoder.decode(memoryview(message)[1:])
+    except msgspec.DecodeError as error:
+        raise ChannelError(f"a message came that ranks do not send: {error}") from error

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ COLLECTIVE_SECONDS = 30.0
 class Rendezvous:
     """Where all ranks meet."""
 
-    store: Path | tuple[str, int]
-    """An empty file that all see for as long as they live; or host and port of rank 0's store."""
+    store: str | tuple[str, int]
+    """Path of an empty file that all see for as long as they live; or host and port of rank 0's store."""
     address: str = "127.0.0.1"
     """Of this rank's host, for the others' connections."""
 
@@ -88,8 +87,8 @@ def _meeting() -> Iterator[None]:
 
 
 def _store(shard: Shard, rendezvous: Rendezvous, limit: timedelta, listener: socket.socket | None) -> Any:
-    if isinstance(rendezvous.store, Path):
-        store: Any = dist.FileStore(str(rendezvous.store), shard.size)  # type: ignore[attr-defined]
+    if isinstance(rendezvous.store, str):
+        store: Any = dist.FileStore(rendezvous.store, shard.size)  # type: ignore[attr-defined]
     else:
         host, port = rendezvous.store
         descriptor = None if listener is None else listener.detach()

@@ -24,10 +24,9 @@ from baton.ranks.followers import (
     EXIT_LOST,
     IMPORT_SECONDS,
     SEND_SECONDS,
-    Failed,
-    Setup,
 )
 from baton.ranks.hosts import JoinError
+from baton.ranks.messages import Failed, Setup
 
 PARENT_SECONDS = 0.1
 """How often it is checked whether rank 0 is still there."""
@@ -41,7 +40,8 @@ def main(descriptor: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor), SEND_SECONDS)
-    setup: Setup = channel.receive(IMPORT_SECONDS)
+    setup = channel.receive(IMPORT_SECONDS)
+    assert isinstance(setup, Setup)
     left: list[Callable[[], object]] = []
     watched = (setup.parent, left)
     threading.Thread(target=_end_with, args=watched, name="watch of rank 0", daemon=True).start()

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from baton.config import WorkerConfig
 from baton.layers.shard import Shard
 from baton.ranks.channel import Channel, ChannelError
+from baton.ranks.messages import End, Failed, Message, Setup
+from baton.rpc.authentication import Cluster
 
 IMPORT_SECONDS = 120.0
 """For a follower to start and load its libraries."""
@@ -36,76 +37,11 @@ END_SECONDS = 2.0
 """For followers to end by themselves."""
 
 
+M = TypeVar("M", bound=Message)
+
+
 class FollowerError(Exception):
     """A follower could not start. One line that says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The first message to a follower."""
-
-    shard: Shard
-    rendezvous: Path | tuple[str, int] | None
-    """The communicators' store; a file is one whose descriptor all inherit. None: rank 0 is on another host;
-    it joins it there."""
-    parent: int
-    """The process that starts it."""
-    config: Any
-    """Its WorkerConfig."""
-    address: str = "127.0.0.1"
-    """Of this host, for other ranks' connections."""
-    secret: str = field(default="", repr=False)
-    """To join rank 0 with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meet:
-    """All ranks of all hosts are there and have loaded their libraries: now they meet, which has a time
-    limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class MakePool:
-    """Rank 0 asks for a pool and a runner over it."""
-
-    pages: int
-    page_size: int
-    context: int
-    segment: Path | None
-    """That holds the pool, which all ranks of a host share. None: make it. On a GPU each rank has its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The shard is there."""
-
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The pool is there."""
-
-    pid: int
-    host: str
-    device: str
-    resident_bytes: int
-    segment: Path | None
-    """That it has made."""
-    part: bytes = b""
-    """On a GPU: its part of the pages, a CudaIpcPart."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Rank 0 ends as it was asked. Without it, it has been killed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A follower's last answer: why it could not do what it was asked."""
-
-    message: str
 
 
 class Followers:
@@ -114,18 +50,18 @@ class Followers:
     def __init__(
         self,
         shards: Sequence[Shard],
-        config: Any,
+        config: WorkerConfig,
         store: tuple[str, int] | None = None,
         *,
         address: str = "127.0.0.1",
-        secret: str | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
-        """Starts one for each shard; they load their libraries meanwhile. `config`: for `Setup`; `store`: of
-        several hosts; `secret`: rank 0 is on another host, and they join it."""
+        """Starts one for each shard; they load their libraries meanwhile. `store`: of several
+        hosts; `cluster`: rank 0 is on another host, and they join it."""
         # In memory alone: whenever rank 0 ends, no file is left. It is never closed, because torch's store
         # opens it again when it is destroyed, and aborts the process if it cannot.
         self._descriptor = os.memfd_create("baton-ranks")
-        self.rendezvous = store or Path(f"/proc/self/fd/{self._descriptor}")
+        self.rendezvous: str | tuple[str, int] = store or f"/proc/self/fd/{self._descriptor}"
         self.channels: dict[int, Channel] = {}
         """By rank."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -136,10 +72,10 @@ class Followers:
         self._lost: Callable[[int, int], None] = lambda rank, code: None
         self._closing = False
         self._lock = threading.Lock()
-        where = None if secret is not None else self.rendezvous
+        where = None if cluster is not None else self.rendezvous
         try:
             for shard in shards:
-                self._start(Setup(shard, where, os.getpid(), config, address, secret or ""))
+                self._start(Setup(shard, where, os.getpid(), config, address, cluster))
         except BaseException:
             self.close()
             raise
@@ -169,9 +105,10 @@ class Followers:
         self.channels[rank] = channel
         self._others[rank] = None
 
-    def await_all(self, seconds: float, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+    def await_all(self, kind: type[M], seconds: float, ranks: Sequence[int] | None = None) -> dict[int, M]:
         """The next answer of each of these ranks, or of all. Raises FollowerError."""
-        deadline, answers = time.monotonic() + seconds, {}
+        deadline = time.monotonic() + seconds
+        answers: dict[int, M] = {}
         for rank in self.channels if ranks is None else ranks:
             try:
                 answer = self.channels[rank].receive(max(0.0, deadline - time.monotonic()))
@@ -179,15 +116,17 @@ class Followers:
                 raise FollowerError(f"rank {rank} could not be started: {error}") from error
             if isinstance(answer, Failed):
                 raise FollowerError(f"rank {rank}: {answer.message}")
+            if not isinstance(answer, kind):
+                raise FollowerError(f"rank {rank} said {type(answer).__name__}, not {kind.__name__}")
             answers[rank] = answer
         return answers
 
-    def ask(self, what: Any, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, Any]:
+    def ask(self, what: Message, kind: type[M], ranks: Sequence[int]) -> dict[int, M]:
         """Sends these ranks the same; their answers. Raises FollowerError."""
         self.tell(what, ranks)
-        return self.await_all(seconds, ranks)
+        return self.await_all(kind, ANSWER_SECONDS, ranks)
 
-    def tell(self, what: Any, ranks: Sequence[int] | None = None) -> None:
+    def tell(self, what: Message, ranks: Sequence[int] | None = None) -> None:
         """Sends these ranks, or all, the same. Raises FollowerError."""
         try:
             for rank in self.channels if ranks is None else ranks:

@@ -1,28 +1,31 @@
 """How the ranks of a worker on several hosts find rank 0, and prove to each other that they belong together.
 
-Rank 0's host listens at the address that all name, until every other rank has come. Both sides prove that
-they know the cluster secret, by HMACs over both sides' random numbers; it never travels. All further messages
-are sealed with keys made of it (`channel.Seal`). They are not encrypted.
+Rank 0's host listens at the address that all name, until every other rank has come. All connections are
+mutual TLS (Python's), by the deployment's certificates, or by one that both sides derive from the cluster
+secret. What a rank says when it comes, and the answer, are JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import platform
-import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+import msgspec
+
 import baton
-from baton.ranks.channel import Channel, ChannelError, Seal
+from baton.ranks.channel import Channel, ChannelError
+from baton.ranks.secret_tls import tls_of_secret
 from baton.rpc.address import family_of, join_address
+from baton.rpc.authentication import Cluster, ClusterTls, same
+from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 
 JOIN_SECONDS = 600.0
@@ -43,10 +46,9 @@ KEEPALIVE = (
     (socket.TCP_USER_TIMEOUT, 15_000),
 )
 """A host that has vanished is noticed within 15 seconds."""
-MAGIC = b"BATONRK1"
-NONCE = 32
 PLANS, PAGES = "plans", "pages"
 """What a connection is for."""
+OTHER_SECRET = "the other side has another cluster secret: give both the same --cluster-secret-file"
 
 _log = get_logger()
 
@@ -61,8 +63,10 @@ class Join:
 
     rank: int
     purpose: str
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     """What must be alike on all hosts: flag -> value."""
+    secret: str = field(default="", repr=False)
+    """The cluster's, beside certificates."""
 
     def problem(self, ours: Mapping[str, Any]) -> str:
         """Why it cannot take part; empty: it can."""
@@ -72,6 +76,16 @@ class Join:
                 where = f"on rank {self.rank}'s host and {here!r} on rank 0's"
                 return f"{flag} is {there!r} {where}: make them equal"
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To a Join."""
+
+    store: tuple[str, int]
+    """Where the communicators meet."""
+    refused: str = ""
+    """Why the rank cannot take part; empty: it can."""
 
 
 def versions() -> dict[str, str]:
@@ -90,19 +104,22 @@ class Master:
         self,
         host: str,
         port: int,
-        secret: str,
+        cluster: Cluster,
         expected: Collection[tuple[int, str]],
         settings: Mapping[str, Any],
     ) -> None:
-        """`expected`: rank and purpose of each connection; `settings`: see Join. Raises JoinError."""
-        self._secret, self._settings = secret.encode(), settings
+        """`expected`: rank and purpose of each connection; `settings`: see Join. Raises JoinError and
+        BatonError."""
+        self._secret, self._settings = cluster.secret, settings
+        self._tls = _tls(cluster).ssl_context(server=True)
+        self._tls.num_tickets = 0  # connections are not resumed
         self._expected = set(expected)
         self._joined: dict[tuple[int, str], Channel] = {}
         self._changed = threading.Condition()
         self._refused = ""
         self._closed = False
         self._slots = threading.Semaphore(MAX_HANDSHAKES)
-        self._reply = b""
+        self._store = "", 0
         try:
             self._listener = socket.create_server(
                 (host, port), family=family_of(host), backlog=MAX_HANDSHAKES
@@ -117,9 +134,9 @@ class Master:
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
-    def start(self, reply: Mapping[str, Any]) -> None:
-        """`reply`: what ranks are told when they are accepted; plain data."""
-        self._reply = json.dumps(reply).encode()
+    def start(self, store: tuple[str, int]) -> None:
+        """`store`: see Answer."""
+        self._store = store
         threading.Thread(target=self._accept, name="ranks of other hosts", daemon=True).start()
 
     def await_all(
@@ -167,57 +184,58 @@ class Master:
     def _handshake(self, own: socket.socket, peer: str) -> None:
         try:
             self._take(own, peer)
-        except (OSError, ValueError, KeyError, TypeError, ChannelError) as error:
+        except (OSError, ValueError, msgspec.DecodeError, ChannelError) as error:
             _log.warning("a connection to the ranks' port was refused", peer=peer, error=str(error))
             own.close()
         finally:
             self._slots.release()
 
     def _take(self, own: socket.socket, peer: str) -> None:
-        """Raises OSError and ChannelError; ValueError, KeyError or TypeError for what no rank says."""
-        deadline = time.monotonic() + HANDSHAKE_SECONDS
-        hello = _read(own, len(MAGIC) + NONCE, deadline)
-        if not hello.startswith(MAGIC):
-            raise ValueError("it is not a rank of a worker")
-        nonces = hello[len(MAGIC) :] + secrets.token_bytes(NONCE)
-        own.sendall(nonces[NONCE:] + _proof(self._secret, b"master", nonces))
-        if not hmac.compare_digest(_read(own, NONCE, deadline), _proof(self._secret, b"rank", nonces)):
-            raise ValueError("it has another cluster secret: give both the same --cluster-secret-file")
-        channel = _channel(own, self._secret, nonces, master=True)
+        """Raises OSError, ChannelError, msgspec.DecodeError, and ValueError for a rank that is refused."""
+        own.settimeout(HANDSHAKE_SECONDS)
+        channel = _channel(self._tls.wrap_socket(own, server_side=True))
         try:
-            said = json.loads(bytes(channel.receive_bytes(HANDSHAKE_SECONDS)))
-            join = Join(said["rank"], said["purpose"], said["settings"])  # another version may say more
-            key = join.rank, join.purpose
-            problem = join.problem(self._settings)
-            with self._changed:
-                if not problem and key not in self._missing:
-                    problem = f"rank {join.rank} has come already: give each host its own --node-rank"
-                if problem:
-                    self._refused = problem
-                else:
-                    self._joined[key] = channel
-                self._changed.notify_all()
-            channel.send_bytes(json.dumps({"refused": problem}).encode() if problem else self._reply)
+            join = msgspec.json.decode(channel.receive_bytes(HANDSHAKE_SECONDS), type=Join)
+            problem = self._add(join, channel) if same(join.secret, self._secret) else OTHER_SECRET
+            channel.send_bytes(msgspec.json.encode(Answer(self._store, problem)))
         except BaseException:
             channel.close()
             raise
         if problem:
             channel.close()
-        else:
-            _log.info("a rank of another host has come", rank=join.rank, peer=peer, purpose=join.purpose)
+            raise ValueError(problem)
+        _log.info("a rank of another host has come", rank=join.rank, peer=peer, purpose=join.purpose)
+
+    def _add(self, join: Join, channel: Channel) -> str:
+        """Why it cannot take part, which ends the wait for the others; empty: it can."""
+        key, problem = (join.rank, join.purpose), join.problem(self._settings)
+        with self._changed:
+            if not problem and key not in self._missing:
+                problem = f"rank {join.rank} has come already: give each host its own --node-rank"
+            if problem:
+                self._refused = problem
+            else:
+                self._joined[key] = channel
+            self._changed.notify_all()
+        return problem
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
     channel: Channel
-    reply: Mapping[str, Any]
+    store: tuple[str, int]
     own: str
     """This host's address towards rank 0's."""
 
 
-def join(host: str, port: int, secret: str, what: Join, seconds: float = JOIN_SECONDS) -> Joined:
+def join(host: str, port: int, cluster: Cluster, what: Join, seconds: float = JOIN_SECONDS) -> Joined:
     """A follower's side: waits until rank 0's host listens there. Raises JoinError."""
     address, deadline = join_address(host, port), time.monotonic() + seconds
+    tls = _tls(cluster)
+    try:
+        context = tls.ssl_context(server=False)
+    except BatonError as error:
+        raise JoinError(error.message) from None
     while True:
         try:
             own = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
@@ -227,55 +245,39 @@ def join(host: str, port: int, secret: str, what: Join, seconds: float = JOIN_SE
                 raise JoinError(f"--master {address} cannot be reached: {error}") from None
         time.sleep(RETRY_SECONDS)
     try:
-        return _introduce(own, secret.encode(), what)
-    except (OSError, ChannelError, ValueError) as error:
+        own.settimeout(TURN_SECONDS)
+        own = context.wrap_socket(own, server_hostname=tls.name or host)
+        return _introduce(own, what)
+    except ssl.SSLCertVerificationError as error:
+        own.close()
+        why = OTHER_SECRET if cluster.tls is None else f"its certificate is not valid: {error.verify_message}"
+        raise JoinError(f"--master {address}: {why}") from None
+    except (OSError, ChannelError, ValueError, msgspec.DecodeError) as error:
         own.close()
         raise JoinError(f"--master {address}: {error}") from None
 
 
-def _introduce(own: socket.socket, secret: bytes, what: Join) -> Joined:
-    nonce = secrets.token_bytes(NONCE)
-    own.sendall(MAGIC + nonce)
-    answer = _read(own, 2 * NONCE, time.monotonic() + TURN_SECONDS)
-    nonces = nonce + answer[:NONCE]
-    if not hmac.compare_digest(answer[NONCE:], _proof(secret, b"master", nonces)):
-        raise ValueError("rank 0 has another cluster secret: give both the same --cluster-secret-file")
-    own.sendall(_proof(secret, b"rank", nonces))
+def _introduce(own: socket.socket, what: Join) -> Joined:
     name = str(own.getsockname()[0])
-    channel = _channel(own, secret, nonces, master=False)
+    channel = _channel(own)
     try:
-        hello = {"rank": what.rank, "purpose": what.purpose, "settings": dict(what.settings)}
-        channel.send_bytes(json.dumps(hello).encode())
-        reply = json.loads(bytes(channel.receive_bytes(HANDSHAKE_SECONDS)))
-        if "refused" in reply:
-            raise ValueError(str(reply["refused"]))
+        channel.send_bytes(msgspec.json.encode(what))
+        answer = msgspec.json.decode(channel.receive_bytes(HANDSHAKE_SECONDS), type=Answer)
+        if answer.refused:
+            raise ValueError(answer.refused)
     except BaseException:
         channel.close()
         raise
-    return Joined(channel, reply, name)
+    return Joined(channel, answer.store, name)
 
 
-def _channel(own: socket.socket, secret: bytes, nonces: bytes, master: bool) -> Channel:
-    own.setblocking(True)
+def _tls(cluster: Cluster) -> ClusterTls:
+    return cluster.tls or tls_of_secret(cluster.secret)
+
+
+def _channel(own: socket.socket) -> Channel:
     own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE:
         own.setsockopt(socket.IPPROTO_TCP, option, value)
-    keys = [_proof(secret, name, nonces) for name in (b"from master", b"from rank")]
-    return Channel(own, SEND_SECONDS, Seal(*(keys if master else keys[::-1])))
-
-
-def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, role + b"\0" + nonces, "sha256")
-
-
-def _read(own: socket.socket, count: int, deadline: float) -> bytes:
-    """Raises OSError, and ValueError if the connection ends before."""
-    data = b""
-    while len(data) < count:
-        # However slowly it comes.
-        own.settimeout(max(0.001, deadline - time.monotonic()))
-        if not (more := own.recv(count - len(data))):
-            raise ValueError("it closed the connection during the handshake")
-        data += more
-    return data
+    return Channel(own, SEND_SECONDS)

@@ -1,21 +1,50 @@
 """Step plans as messages to followers: what they need of a plan, and of page tables only what has changed.
 
-Rank 0 alone samples, so parameters, seeds, penalties and grammars stay with it. Messages are `marshal`'s:
-fastest for integers and tuples, and the same in all processes of one interpreter.
+Rank 0 alone samples, so parameters, seeds, penalties and grammars stay with it. Messages are msgpack's.
 """
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 
 Table = tuple[int, ...]
+Changes = tuple[tuple[int, Table], ...]
+"""Of each table how many of its first pages stay, and those that follow."""
+
+
+class RowMessage(msgspec.Struct, array_like=True, gc=False):
+    slot: int
+    start: int
+    changes: Changes | None
+    """None: the slot's tables are those of its last message."""
+    sample: Table | None
+    """None: the slot itself."""
+    tokens: Table | None = None
+    wanted: int | None = None
+    """How many log-probabilities of the prompt."""
+    pooled: bool = False
+
+
+class PlanMessage(msgspec.Struct, array_like=True, gc=False):
+    number: int
+    rows: tuple[RowMessage, ...] | None
+    """None: the rows of the plan before, each one token on."""
+    changed: tuple[tuple[int, Changes], ...]
+    """Which of those have other tables."""
+    inits: tuple[tuple[int, int], ...]
+    """Slot, its last token."""
+    copies: tuple[tuple[int, int], ...]
+
 
 _UNUSED = SamplingParams()
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(PlanMessage)
 
 
 class PlanEncoder:
@@ -31,11 +60,11 @@ class PlanEncoder:
         for init in plan.inits:
             self._forget(init.slot)
         inits = [(init.slot, init.last_token) for init in plan.inits if init.last_token is not None]
-        rows = self._rows(plan.rows)
-        return marshal.dumps((plan.number, rows, inits, plan.copies))
+        rows, changed = self._rows(plan.rows)
+        return _encoder.encode((plan.number, rows, changed, inits, plan.copies))
 
-    def _rows(self, rows: Sequence[PlanRow]) -> list[tuple[Any, ...]] | tuple[Any, ...]:
-        """A tuple: the rows of the plan before, each one token on; whose tables have changed, and how."""
+    def _rows(self, rows: Sequence[PlanRow]) -> tuple[list[tuple[Any, ...]] | None, list[tuple[int, Any]]]:
+        """A PlanMessage's `rows` and `changed`."""
         slots, starts, decode = [row.slot for row in rows], [row.start for row in rows], True
         for row in rows:
             if row.tokens is not None or row.sample != (row.slot,):
@@ -47,7 +76,7 @@ class PlanEncoder:
             for row in rows:
                 if row.tokens is not None:
                     self._forget(row.slot)
-            return [self._row(row) for row in rows]
+            return [self._row(row) for row in rows], []
         changes = []
         for at, row in enumerate(rows):
             sent = self._sent.get(row.slot)
@@ -56,7 +85,7 @@ class PlanEncoder:
                 found = self._changed(row)
                 if found is not None:
                     changes.append((at, found))
-        return tuple(changes)
+        return None, changes
 
     def _forget(self, slot: int) -> None:
         """Another sequence may follow in this slot: its tables are other objects, even if they are equal.
@@ -82,7 +111,6 @@ class PlanEncoder:
 def _changes(
     before: tuple[Table, tuple[Table, ...]] | None, pages: Table, more: tuple[Table, ...]
 ) -> list[tuple[int, Table]]:
-    """Of each table how many of its first pages stay, and those that follow."""
     old = ((),) * (1 + len(more)) if before is None else (before[0], *before[1])
     changes = []
     for was, now in zip(old, (pages, *more), strict=True):
@@ -100,19 +128,16 @@ class PlanDecoder:
         self._rows: tuple[PlanRow, ...] = ()
 
     def decode(self, message: bytes) -> StepPlan:
-        number, rows, inits, copies = marshal.loads(message)
-        if isinstance(rows, tuple):
-            self._go_on(rows)
+        """Raises msgspec.DecodeError."""
+        plan = _decoder.decode(message)
+        if plan.rows is None:
+            self._go_on(plan.changed)
         else:
-            self._rows = tuple([self._row(*row) for row in rows])
-        return StepPlan(
-            number,
-            self._rows,
-            tuple(SlotInit(slot, _UNUSED, 0, (), (), last) for slot, last in inits),
-            copies,
-        )
+            self._rows = tuple([self._row(row) for row in plan.rows])
+        inits = tuple(SlotInit(slot, _UNUSED, 0, (), (), last) for slot, last in plan.inits)
+        return StepPlan(plan.number, self._rows, inits, plan.copies)
 
-    def _go_on(self, changed: Sequence[tuple[int, Sequence[tuple[int, Table]]]]) -> None:
+    def _go_on(self, changed: Sequence[tuple[int, Changes]]) -> None:
         for row in self._rows:
             row.start += 1
         for at, changes in changed:
@@ -120,30 +145,22 @@ class PlanDecoder:
             row.pages, *more = self._change(row.slot, changes)
             row.more_pages = tuple(more)
 
-    def _change(self, slot: int, changes: Sequence[tuple[int, Table]]) -> list[Table]:
+    def _change(self, slot: int, changes: Changes) -> list[Table]:
         before = self._tables.get(slot) or [()] * len(changes)
         now = [was[:stay] + added for was, (stay, added) in zip(before, changes, strict=True)]
         self._tables[slot] = now
         return now
 
-    def _row(
-        self,
-        slot: int,
-        start: int,
-        changes: Sequence[tuple[int, Table]] | None,
-        sample: Table | None,
-        tokens: Table | None = None,
-        wanted: int | None = None,
-        pooled: bool = False,
-    ) -> PlanRow:
+    def _row(self, row: RowMessage) -> PlanRow:
+        slot, changes = row.slot, row.changes
         pages, *more = self._tables[slot] if changes is None else self._change(slot, changes)
         return PlanRow(
             slot,
-            tokens,
-            start,
+            row.tokens,
+            row.start,
             pages,
-            (slot,) if sample is None else sample,
-            prompt_logprobs=None if wanted is None else (0,) * wanted,
-            pooling=Pooling.LAST if pooled else None,
+            (slot,) if row.sample is None else row.sample,
+            prompt_logprobs=None if row.wanted is None else (0,) * row.wanted,
+            pooling=Pooling.LAST if row.pooled else None,
             more_pages=tuple(more),
         )

@@ -81,9 +81,9 @@ class ClusterTls:
     def server_credentials(self) -> grpc.ServerCredentials:
         return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_auth=True)
 
-    def http_context(self) -> ssl.SSLContext:
-        """Of an HTTP server whose clients must show a certificate of the CA. Raises BatonError."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    def ssl_context(self, server: bool) -> ssl.SSLContext:
+        """For Python's own sockets; the other side must show a certificate of the CA. Raises BatonError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.verify_mode = ssl.CERT_REQUIRED
         with tempfile.TemporaryDirectory(prefix="baton-") as folder:  # readable by its user only
             cert, key = Path(folder, "cert"), Path(folder, "key")

@@ -266,7 +266,7 @@ class _Shell:
             self._metrics_token,
             lambda: self._node.info().model.name,
         )
-        tls = cluster.tls.http_context() if cluster.tls is not None else None
+        tls = cluster.tls.ssl_context(server=True) if cluster.tls is not None else None
         listening = bind_http(host, self._config.http_port)
         self._http = HttpServer(app, [listening], tls, keep_alive=False)
         self._http_address = join_address(host, self._http.port)

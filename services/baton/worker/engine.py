@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +30,9 @@ from baton.models.config import ModelError
 from baton.models.decoder import Model
 from baton.models.kv_scales import digest
 from baton.ranks.channel import CollectiveError
-from baton.ranks.followers import FollowerError, MakePool
+from baton.ranks.followers import FollowerError
 from baton.ranks.hosts import JoinError
+from baton.ranks.messages import MakePool
 from baton.ranks.runner import RanksLost
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
@@ -187,7 +187,7 @@ def _build_ranked(
     (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
     seen = context
 
-    def computing(pool: KvPool, segment: Path | None = None) -> Runner[Any]:
+    def computing(pool: KvPool, segment: str | None = None) -> Runner[Any]:
         make = partial(_computing, config, model, pool, (prefill, decode), seen)
         runner = ranks.lead(make, MakePool(pool.num_pages, size, seen, segment))
         return runner if device.type != "cpu" else _tuned(runner, len(pool.layout.groups))
@@ -198,7 +198,7 @@ def _build_ranked(
     context = longest(layout.groups, pages, context, size, 2 * config.token_budget)
     pool, published = make_pool(layout, pages, device, kinds, incarnation, ranks.shard)
     published.pages = ranks.pages(published.pages, layout)
-    shared = published.segment.path if published.segment is not None and device.type == "cpu" else None
+    shared = str(published.segment.path) if published.segment is not None and device.type == "cpu" else None
     tree = PrefixTree(size, config.eviction, layout.groups)
     cache = KvCache(PageAllocator(pages, published.generations), tree)
     runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool, shared)

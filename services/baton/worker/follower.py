@@ -7,6 +7,7 @@ import os
 import platform
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,14 +22,9 @@ from baton.ranks.communicator import Rendezvous
 from baton.ranks.followers import (
     EXIT_LOST,
     IMPORT_SECONDS,
-    End,
-    Loaded,
-    MakePool,
-    Meet,
-    Ready,
-    Setup,
 )
 from baton.ranks.hosts import JOIN_SECONDS
+from baton.ranks.messages import End, Loaded, MakePool, Meet, Ready, Setup, Started
 from baton.ranks.pages import serve_pages
 from baton.ranks.plan_codec import PlanDecoder
 from baton.rpc.address import new_incarnation
@@ -72,7 +68,7 @@ class Follower:
         if self._device.type == "cpu":
             keep_freed_memory()
         torch.set_num_threads(self._config.threads)
-        channel.send("started")
+        channel.send(Started())
         if not isinstance(channel.receive(JOIN_SECONDS + IMPORT_SECONDS), Meet):
             raise ChannelClosed("rank 0 ends before all ranks have come")
         assert setup.rendezvous is not None
@@ -91,6 +87,8 @@ class Follower:
             if isinstance(message, MakePool):
                 self._make(message)
                 continue
+            if not isinstance(message, tuple):
+                raise ChannelError(f"{type(message).__name__} came where a plan was expected")
             threads, plan = message
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
@@ -112,16 +110,17 @@ class Follower:
             pool = self._host_pool(layout, asked)
         prefill, decode = attention_of(self._config, self._model, self._device)
         self._runner = make_runner(self._config, self._model, pool, prefill[0], decode[0], asked.context)
-        made = None if self._segment is None else self._segment.path
+        made = None if self._segment is None else str(self._segment.path)
         resident = psutil.Process().memory_info().rss
-        self._channel.send(Ready(os.getpid(), platform.node(), str(self._device), resident, made, part))
+        ready = Ready(os.getpid(), platform.node(), str(self._device), resident, made, part)
+        self._channel.send(ready)
         if self._parent is not None:
-            self._parent.send("ready")
+            self._parent.send(ready)
 
     def _host_pool(self, layout: KvLayout, asked: MakePool) -> KvPool:
         layout, heads = own_part(layout, self._model.shard, self._device)
         if asked.segment is not None:
-            memory = Segment.join(asked.segment)
+            memory = Segment.join(Path(asked.segment))
         else:
             self._segment = Segment.create(asked.pages, layout.page_bytes, new_incarnation())
             memory = self._segment.pages

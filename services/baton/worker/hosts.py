@@ -16,6 +16,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from baton.config import WorkerConfig
 from baton.layers.shard import Shard
 from baton.ranks.channel import Channel, ChannelError
@@ -24,9 +26,9 @@ from baton.ranks.followers import (
     EXIT_FAILED,
     FollowerError,
     Followers,
-    Setup,
 )
 from baton.ranks.hosts import JOIN_SECONDS, PAGES, PLANS, RETRY_SECONDS, Join, join, versions
+from baton.ranks.messages import Setup
 from baton.rpc import logs
 from baton.rpc.address import is_loopback, split_address
 from baton.rpc.authentication import Cluster
@@ -78,10 +80,11 @@ def check_hosts(config: WorkerConfig) -> None:
             "transports", "pages of a worker on several hosts travel over grpc alone; use --transports grpc"
         )
     host, _ = _master(config)
-    if not (Cluster.load(config).secret or config.insecure or is_loopback(host)):
+    cluster = Cluster.load(config)
+    if not (cluster.secret or cluster.tls or config.insecure or is_loopback(host)):
         raise failed_precondition(
-            "--nnodes: the hosts know each other by --cluster-secret-file; give all the same, or --insecure "
-            "on a network that you trust",
+            "--nnodes: the hosts know each other by --cluster-secret-file; give all the same, or "
+            "certificates by --cluster-ca and its like, or --insecure on a network that you trust",
             "INSECURE",
         )
 
@@ -122,15 +125,16 @@ def settings_of(config: WorkerConfig) -> dict[str, Any]:
 def join_master(setup: Setup) -> tuple[Channel, Channel | None, Setup]:
     """A follower comes to rank 0: its channel for plans, the first of a host's for pages, and what it needs
     now. Raises JoinError."""
-    shard, config = setup.shard, setup.config
+    shard, config, cluster = setup.shard, setup.config, setup.cluster
+    assert cluster is not None
     host, port = split_address(config.master)
     settings = settings_of(config)
-    plans = join(host, port, setup.secret, Join(shard.rank, PLANS, settings))
+    plans = join(host, port, cluster, Join(shard.rank, PLANS, settings, cluster.secret))
     pages = None
     if shard.first_of_host:
-        pages = join(host, port, setup.secret, Join(shard.rank, PAGES, settings)).channel
-    store = plans.reply["store"]
-    return plans.channel, pages, replace(setup, rendezvous=(store[0], store[1]), address=plans.own)
+        pages = join(host, port, cluster, Join(shard.rank, PAGES, settings, cluster.secret)).channel
+    joined = msgspec.structs.replace(setup, rendezvous=plans.store, address=plans.own)
+    return plans.channel, pages, joined
 
 
 def serve_host(config: WorkerConfig, role: str) -> int:
@@ -156,11 +160,11 @@ class _Host:
 
     def run(self) -> int:
         """Raises FollowerError and BatonError."""
-        secret = Cluster.load(self._config).secret
+        cluster = Cluster.load(self._config)
         reap_orphans()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._events.put(("signal", 0, 0)))
-        followers = Followers(self._shards, self._config, secret=secret)
+        followers = Followers(self._shards, self._config, cluster=cluster)
         try:
             _log.info("ranks of this host join rank 0", master=self._config.master, ranks=len(self._shards))
             followers.watch(lambda rank, code: self._events.put(("ended", rank, code)))

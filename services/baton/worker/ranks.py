@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 
@@ -27,11 +28,9 @@ from baton.ranks.followers import (
     LOAD_SECONDS,
     FollowerError,
     Followers,
-    MakePool,
-    Meet,
-    Ready,
 )
 from baton.ranks.hosts import PAGES, PLANS, Master
+from baton.ranks.messages import Loaded, MakePool, Meet, Ready, Started
 from baton.ranks.pages import PagesOfHosts, Part, RemotePart
 from baton.ranks.runner import PLAN_SECONDS, PlanTimes, RankedRunner, RanksLost
 from baton.rpc.address import family_of
@@ -114,10 +113,10 @@ class Ranks:
             store = (host, int(listener.getsockname()[1]))
             cluster = Cluster.load(config)
             if cluster.tls is not None:
-                _log.warning("what ranks of several hosts say to each other is not encrypted")
-            master = Master(address, port, cluster.secret, self._expected(), settings_of(config))
+                _log.warning("the sums of ranks on several hosts are not encrypted")
+            master = Master(address, port, cluster, self._expected(), settings_of(config))
             try:
-                master.start({"store": store})
+                master.start(store)
                 self.followers = Followers(here, config, store, address=address)
                 _log.info("waiting for ranks of other hosts", master=config.master)
                 for (rank, purpose), channel in master.await_all(stopping=stopping).items():
@@ -127,7 +126,7 @@ class Ranks:
                         self._pages[rank // self.shard.per_host] = channel
             finally:
                 master.close()
-        self.followers.await_all(IMPORT_SECONDS)
+        self.followers.await_all(Started, IMPORT_SECONDS)
         self.followers.tell(Meet())
         meeting = Rendezvous(self.followers.rendezvous, address)
         device = rank_device(config.device, self.shard)
@@ -144,7 +143,7 @@ class Ranks:
         FollowerError."""
         if self.followers is None:
             return
-        for rank, answer in self.followers.await_all(LOAD_SECONDS).items():
+        for rank, answer in self.followers.await_all(Loaded, LOAD_SECONDS).items():
             if answer.fingerprint != fingerprint:
                 raise FollowerError(f"rank {rank} has another checkpoint: copy rank 0's --model to its host")
 
@@ -155,11 +154,13 @@ class Ranks:
         here = range(1, self.shard.per_host)
         self.followers.tell(pool, here)
         runner = make()  # at the same time: on GPUs making one computes
-        self._here = self.followers.await_all(ANSWER_SECONDS, here)
+        self._here = self.followers.await_all(Ready, ANSWER_SECONDS, here)
         for first in range(self.shard.per_host, self.shard.size, self.shard.per_host):
-            self._there |= self.followers.ask(replace(pool, segment=None), [first])
+            there = msgspec.structs.replace(pool, segment=None)
+            self._there |= self.followers.ask(there, Ready, [first])
+            there = msgspec.structs.replace(pool, segment=self._there[first].segment)
             others = range(first + 1, first + self.shard.per_host)
-            self._there |= self.followers.ask(replace(pool, segment=self._there[first].segment), others)
+            self._there |= self.followers.ask(there, Ready, others)
         ranked = RankedRunner(runner, list(self.followers.channels.values()), torch.get_num_threads)
         self._plan_times = ranked.plan_times
         return ranked
