@@ -315,6 +315,17 @@ def test_a_lease_lasts_for_its_grace_after_the_last_heartbeat():
     assert side.outputs[-1][1].reason == "LEASE_EXPIRED"
 
 
+def test_a_start_is_a_sign_of_life():
+    """A holder sends heartbeats only while it has attempts here."""
+    side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    side.connect("holder", 0.0)
+    side.start("holder", NAME, Request(NAME, PROMPT, SamplingParams()), True, 100.0)
+    side.tick(108.9)
+    assert side.knows(NAME)
+    side.tick(109.0)
+    assert not side.knows(NAME) and side.counters.expired == 1
+
+
 def test_only_its_holder_ends_an_attempt():
     side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
     side.connect("holder", 0.0)

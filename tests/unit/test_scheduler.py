@@ -67,6 +67,8 @@ class Engine:
             used = row.pages[: -(-(row.start + row.count) // self.cache.page_size)]
             assert not any(self.allocator.state(page) is PageState.FREE for page in used)
             assert not {row.slot, *row.sample} & set(self.scheduler.slots._free)
+        for page in (page for pair in plan.copies for page in pair):
+            assert self.allocator.state(page) is not PageState.FREE
 
     def finish_step(self, step, flight):
         self.scheduler.commit(step, self.runner.read(flight))
@@ -240,6 +242,25 @@ def test_retraction_recomputes_and_spares_the_oldest():
     check_outputs(engine, requests)
     assert requests[0].retractions == 0 and max(r.retractions for r in requests) > 1
     assert engine.scheduler.retractions == sum(r.retractions for r in requests)
+
+
+def test_nobody_is_retracted_while_pages_are_about_to_be_freed():
+    """A running request needs a page, and one that has been closed has some until its step has retired."""
+    engine = Engine(output_margin=0, watermark=0)
+    requests = [request(key, range(10 * key, 10 * key + length), 9) for key, length in enumerate((8, 8, 9))]
+    for r in requests:
+        engine.scheduler.submit(r)
+    for _ in range(4):
+        engine.turn()
+    step = engine.scheduler.plan()
+    flight = engine.runner.launch(step.plan)
+    engine.scheduler.close(requests[2])
+    others = engine.cache.hold([])
+    engine.cache.extend(others, engine.scheduler.reservations.headroom)
+    assert [r.sequences[0].computed for r in requests[:2]] == [12, 12] and engine.cache.pending
+    assert engine.scheduler.plan() is None and not engine.scheduler.retractions
+    engine.finish_step(step, flight)
+    assert len(engine.scheduler.plan().plan.rows) == 2 and not engine.scheduler.retractions
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])

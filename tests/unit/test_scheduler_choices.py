@@ -8,6 +8,7 @@ import pytest
 from test_scheduler import Engine, check_outputs, request
 
 from baton.engine.request import Phase
+from baton.kvcache.page_allocator import PageState
 
 
 class Squeezed(Engine):
@@ -114,6 +115,23 @@ def test_a_leader_gives_no_more_than_it_has():
     assert [s.phase for s in r.sequences] == [Phase.RUNNING] * 3
     engine.run()
     check_outputs(engine, [r])
+
+
+def test_a_copy_keeps_its_page_and_slot_until_its_step_has_retired():
+    """Also if the choice has no row in the step that copies."""
+    engine = Engine()
+    r = request("a", range(10), n=2)
+    engine.scheduler.submit(r)
+    engine.turn()
+    r.paused = True
+    step = engine.scheduler.plan()
+    ((_, page),), slot = step.plan.copies, r.sequences[1].slot
+    flight = engine.runner.launch(step.plan)
+    assert not step.plan.rows
+    engine.scheduler.close(r)
+    assert engine.allocator.state(page) is not PageState.FREE and not engine.scheduler.slots.is_free(slot)
+    engine.finish_step(step, flight)
+    assert engine.allocator.state(page) is PageState.FREE and engine.scheduler.slots.is_free(slot)
 
 
 @pytest.mark.parametrize("lacking", [0, 1])

@@ -192,6 +192,20 @@ def test_an_embedding_that_lacks_pages_on_a_prefill_node_waits_for_them():
     assert not engine.scheduler.take_embedded()
 
 
+def test_a_prompt_that_lacks_pages_is_not_retracted_while_some_are_about_to_be_freed():
+    engine = Engine((None,), 30, prompt_only=True)
+    closed = engine.submit(1, range(8), 1, pooling=Pooling.LAST)
+    asked = engine.submit(2, range(100, 180), 1, pooling=Pooling.LAST)
+    step = engine.scheduler.plan()
+    engine.scheduler.close(closed)
+    squeeze = engine.cache.hold([])
+    engine.cache.extend(squeeze, engine.cache.available)
+    assert engine.cache.pending and engine.scheduler.plan() is None
+    assert asked.retractions == 0
+    engine.scheduler.retire(step.plan.number, step.pinned)
+    assert engine.scheduler.plan() is not None and asked.retractions == 0
+
+
 def test_of_prompts_that_lack_pages_on_a_prefill_node_the_last_fails():
     """Its pages have been announced."""
     engine = Engine((None,), 60, prompt_only=True)

@@ -74,6 +74,7 @@ class PrefillSide:
         self._ended = RecentNames()
         self._cancelled = CancelledInFlight()
         self._heard: dict[Hashable, float] = {}
+        """Of every holder of an attempt, and of others that are connected."""
         self._leased: Counter[Hashable] = Counter()
         self._blocked_since: float | None = None
 
@@ -172,7 +173,7 @@ class PrefillSide:
             if attempt.request.deadline <= now:
                 self.counters.failed += 1
                 self._fail(attempt, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
-            elif self._heard.get(attempt.holder, 0.0) + self._grace <= now:
+            elif self._heard[attempt.holder] + self._grace <= now:
                 self.counters.expired += 1
                 text = f"no heartbeat for {self._grace:g} s"
                 self._fail(attempt, "ABORTED", "LEASE_EXPIRED", text)

@@ -235,7 +235,7 @@ class Audit:
             assert isinstance(prefill, SimPrefill)
             side, grace = prefill.core.side, prefill.config.lease_grace_seconds
             for name, attempt in side._attempts.items():
-                limit = min(attempt.request.deadline, side._heard.get(attempt.holder, 0.0) + grace)
+                limit = min(attempt.request.deadline, side._heard[attempt.holder] + grace)
                 if limit < prefill.clock() and self._healthy(prefill, prefill):
                     text = f"{prefill.who} holds {name} beyond its deadline or its lease"
                     yield ("overdue", prefill.who, name), f"leak: {text}"

@@ -329,6 +329,11 @@ class Worker(Process, WorkerShell[C]):
         slots = self.scheduler.slots
         size = self.pool.page_size
         for flight in self.flights:
+            for page in (page for pair in flight.plan.copies for page in pair):
+                if self.allocator.state(page) is PageState.FREE:
+                    raise Violation(
+                        f"free late: page {page} of {self.who} is free, step {flight.plan.number} copies it"
+                    )
             for row in flight.plan.rows:
                 for page in _used(row, self.cache.groups, size):
                     if page == GONE:
