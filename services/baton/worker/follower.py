@@ -17,7 +17,7 @@ from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.pool import KvLayout, KvPool
-from baton.ranks.channel import Channel, ChannelClosed
+from baton.ranks.channel import Channel, ChannelClosed, ChannelError
 from baton.ranks.communicator import Rendezvous
 from baton.ranks.followers import (
     EXIT_LOST,
