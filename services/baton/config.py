@@ -277,6 +277,9 @@ class GatewayConfig(NodeConfig):
     """Output tokens of a request that its client has not read; with more, the request pauses."""
     slow_reader_seconds: float = 30.0
     """A request that has paused for this time fails."""
+    stream_ping_seconds: float = 15.0
+    """A stream over HTTP in which nothing was sent for this time gets a comment, or of Anthropic's API a
+    ping, so that proxies keep it open; 0: none."""
     ttft_target_seconds: float = 1.0
     """A request's first token is to come within this time: for goodput and alerts."""
     itl_target_seconds: float = 0.1

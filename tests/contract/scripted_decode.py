@@ -38,6 +38,11 @@ class Running:
         )
         await self.send(decode_pb2.StepEvents(step=1, tokens=[delta]))
 
+    async def admitted(self) -> None:
+        """Only if the start asks for it."""
+        if self.start.announce_admission:
+            await self.event(admitted=decode_pb2.DecodeAdmitted())
+
     async def prompt(self, cached: int = 0, logprobs=()) -> None:
         done = decode_pb2.PromptDone(cached_tokens=cached, prompt_logprobs=logprobs)
         await self.event(prompt=done)

@@ -56,12 +56,12 @@ class Node:
         )
         self.pipeline = StepPipeline(self.core, self.runner, False, lambda: self.now)
 
-    def start(self, number, max_tokens=100, seconds=60.0, failed_steps=0):
+    def start(self, number, max_tokens=100, seconds=60.0, failed_steps=0, announce=False):
         params = SamplingParams(max_tokens=max_tokens, seed=number)
         prompt = tuple(range(number, number + 8))
         key, deadline = Key("caller", number), self.now + seconds
         request = Request(key, prompt, params, deadline=deadline, failed_steps=failed_steps)
-        self.core.start(key, 1, 0, request, (), self.now)
+        self.core.start(key, 1, 0, request, (), self.now, announce=announce)
 
     def run(self, turns):
         for _ in range(turns):

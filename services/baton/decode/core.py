@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
 from baton.decode.overload import OverloadControl
 from baton.decode.prompt_routing import LOCAL_PREFILL_TOKENS, PromptRouting, Unroutable
 from baton.decode.recording import RequestRecording
 from baton.decode.types import (
+    Admitted,
     DecodeCounters,
     DecodeRequest,
     Done,
@@ -69,6 +70,8 @@ class DecodeCore:
     handoffs: DecodeSide = field(init=False)
     routing: PromptRouting = field(init=False)
     _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
+    _admitted: list[tuple[Hashable, Output]] = field(default_factory=list)
+    """Apart from the outputs: no launch waits for them (`pressing`)."""
     _names: HandoffNames = field(default_factory=HandoffNames)
     _now: float = 0.0
     overload: OverloadControl = field(init=False)
@@ -81,7 +84,7 @@ class DecodeCore:
             self.scheduling,
             self._route,
             lambda leader: self.routing.abandon(leader),
-            record=self.recording.scheduled,
+            record=self._scheduled,
         )
         self.handoffs = DecodeSide(
             self.scheduler,
@@ -138,12 +141,16 @@ class DecodeCore:
         candidates: tuple[str, ...],
         now: float,
         local_tokens: int | None = None,
+        *,
+        announce: bool = False,
     ) -> None:
         """The shell must have refused a name in use (`unfinished`). `local_tokens`: the caller's limit for
-        local prefill, which the configuration may override."""
+        local prefill, which the configuration may override. `announce`: the caller wants to know when the
+        request is admitted."""
         limit = LOCAL_PREFILL_TOKENS if local_tokens is None else local_tokens
         own = self.config.local_prefill_tokens
         state = DecodeRequest(key, gateway, attempt, request, candidates, limit if own is None else own)
+        state.announce = announce
         self.unfinished[key] = state
         try:
             self.scheduler.submit(request)
@@ -270,8 +277,9 @@ class DecodeCore:
         if first_tokens:
             # One value a step: many requests that waited through the same stall are one accident.
             self.overload.first_token.add(sum(first_tokens) / len(first_tokens))
-        if self._outputs or self.handoffs.effects:
-            outputs, self._outputs = self._outputs, []
+        if self._outputs or self._admitted or self.handoffs.effects:
+            outputs, self._outputs = [*self._admitted, *self._outputs], []
+            self._admitted.clear()
             effects, self.handoffs.effects = self.handoffs.effects, []
             self.flush_to(step, outputs, effects)
         self.observe()
@@ -310,6 +318,16 @@ class DecodeCore:
             self._fail(state, *state.step_failed(event.reason, event.message))
         elif isinstance(event, FailedEvent):
             self._fail(state, "INTERNAL", event.reason, event.message)
+
+    def _scheduled(self, request: Request, kind: Kind, number: int, step: int) -> None:
+        """The scheduler has done something to a request."""
+        state = self.unfinished.get(request.key)  # type: ignore[call-overload]
+        if state is None:
+            return
+        self.recording.add(state, kind, number, step=step)
+        if state.announce and kind is Kind.ADMITTED:
+            state.announce = False  # a retracted request is admitted again
+            self._admitted.append((state.key.caller, Admitted(state.key.request, state.attempt)))
 
     # --- where prompts are computed ---------------------------------------------------------------------
 
@@ -376,25 +394,3 @@ class DecodeCore:
         retry_ms = math.ceil(1000 * retry) if retry is not None else None
         failed = Failed(state.key.request, state.attempt, code, reason, message, field, retry_ms)
         self._outputs.append((state.key.caller, failed))
-
-
-def make_core(
-    config: DecodeConfig,
-    limits: SchedulerConfig,
-    cache: KvCache,
-    flush_to: Flush,
-    observe: Callable[[], None] = lambda: None,
-    recorder: Recorder | None = None,
-    page_bytes: int = 0,
-) -> DecodeCore:
-    """The core of a node with this configuration. `limits`: what the node can do; the rest of them is set
-    here."""
-    scheduling = replace(
-        limits,
-        max_waiting=config.max_waiting,
-        policy=config.policy,
-        output_margin=config.output_margin,
-        watermark=int(cache.counts().total * config.watermark),
-    )
-    recorder = recorder or Recorder(0)
-    return DecodeCore(cache, scheduling, config, flush_to, observe, recorder, page_bytes)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.decode.types import PHASES, DecodeRequest, Key, Peer
-from baton.engine.request import Request
 from baton.handoff.messages import AttemptName
 from baton.tracing.recorder import Kind, Recorder
 
@@ -27,12 +26,6 @@ class RequestRecording:
 
     def ended(self, state: DecodeRequest, text: str) -> None:
         self.add(state, Kind.ENDED, state.output_tokens, text)
-
-    def scheduled(self, request: Request, kind: Kind, number: int, step: int) -> None:
-        """Of the scheduler."""
-        state = self.unfinished.get(request.key)  # type: ignore[call-overload]
-        if state is not None:
-            self.add(state, kind, number, step=step)
 
     def sent(self, name: AttemptName, address: str) -> None:
         """The prompt, to a prefill node."""

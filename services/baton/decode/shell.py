@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from baton.config import DecodeConfig
-from baton.decode.core import DecodeCore, make_core
+from baton.decode.core import DecodeCore
 from baton.decode.peers import PrefillLink, PrefillPeer, PrefillPeers
 from baton.decode.stream import DecodeStream, add_output
 from baton.decode.types import Key, Output
@@ -29,8 +29,16 @@ class DecodeShell(WorkerShell[DecodeCore]):
     """Sent to callers by steps."""
 
     def make_core(self, cache: KvCache) -> DecodeCore:
-        return make_core(
-            self.config, self.limits(), cache, self._flush, self.observe, self.recorder, self.page_bytes
+        config = self.config
+        scheduling = replace(
+            self.limits(),
+            max_waiting=config.max_waiting,
+            policy=config.policy,
+            output_margin=config.output_margin,
+            watermark=int(cache.counts().total * config.watermark),
+        )
+        return DecodeCore(
+            cache, scheduling, config, self._flush, self.observe, self.recorder, self.page_bytes
         )
 
     def make_link(self, address: str, peer: PrefillPeer) -> PrefillLink:
@@ -161,7 +169,12 @@ class DecodeShell(WorkerShell[DecodeCore]):
             self.peers.connect(address)
         attempt, gateway = start.attempt, caller.incarnation
         local = start.local_prefill_tokens if start.HasField("local_prefill_tokens") else None
-        self.steps.call(lambda core, now: core.start(key, gateway, attempt, request, candidates, now, local))
+        announce = start.announce_admission
+        self.steps.call(
+            lambda core, now: core.start(
+                key, gateway, attempt, request, candidates, now, local, announce=announce
+            )
+        )
         if params.grammar is not None:
             self.compile_grammar(
                 params.grammar,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Set
 from google.rpc import status_pb2
 
 from baton.decode.message_pieces import add_prompt, pieces
-from baton.decode.types import Done, Failed, Output, Prompt, Tokens
+from baton.decode.types import Admitted, Done, Failed, Output, Prompt, Tokens
 from baton.rpc.errors import BatonError, not_found, to_status
 from baton.rpc.streams import Outbox, byte_size
 from baton.rpc.tasks import wait_at_most
@@ -184,7 +184,9 @@ def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) 
         add_prompt(message, output.request, output.attempt, output.cached_tokens, logprobs)
         return
     event = message.events.add(request=output.request, attempt=output.attempt)
-    if isinstance(output, Done):
+    if isinstance(output, Admitted):
+        event.admitted.SetInParent()
+    elif isinstance(output, Done):
         event.finished.stats.CopyFrom(output.stats)
         event.finished.stats.pulled_bytes = output.stats.pulled_pages * page_bytes
     elif isinstance(output, Failed):

@@ -80,6 +80,8 @@ class DecodeRequest:
     phase: str = ""
     since: float = 0.0
     """When `phase` began, on the recorder's clock."""
+    announce: bool = False
+    """The caller wants to know when it is admitted, and has not been told."""
     admitted: float | None = None
     """When its admission was last decided on, less the seconds that steps had stalled by then."""
 
@@ -162,6 +164,14 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request has pages and rows."""
+
+    request: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     request: int
     attempt: int
@@ -193,4 +203,4 @@ class Failed:
     retry_after_ms: int | None = None
 
 
-Output = Tokens | Prompt | Done | Failed
+Output = Admitted | Tokens | Prompt | Done | Failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -11,11 +12,11 @@ from fastapi.responses import JSONResponse
 from baton.gateway.anthropic_protocol import CountRequest, MessagesRequest, count_start, messages_start
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_errors import anthropic_body
-from baton.gateway.http_requests import BodyReader, name_ignored, naming_grammar, running, unread_arguments
+from baton.gateway.http_requests import BodyReader, grammar_field, name_ignored, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.recorded_calls import recorded_call
-from baton.gateway.typed_events import OF_TOOLS, Json, TypedAnswer, naming_fields, respond
+from baton.gateway.typed_events import OF_TOOLS, Json, TypedAnswer, naming_body, naming_fields, respond
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 TAGGED = r"messages\[\d+\]\.content\[\d+\]"
@@ -41,9 +42,8 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             body = await bodies.read_starts(request, MessagesRequest, lambda body: [messages_start(body)])
         unread = unread_arguments(gateway, body.made[0].chat)
         ignored = body.ignored | {_FIELDS.get(name, name) for name in unread}
-        async with running(gateway, body.made, request) as job:
-            with naming_fields(TAGGED, NAMES), naming_grammar(body.made[0], "output_config.format"):
-                await job.wait_for_output()
+        naming = partial(naming_body, TAGGED, NAMES, grammar_field(body.made[0], "output_config.format"))
+        async with running(gateway, body.made, request, naming) as job:
             made = MessagesAnswer(job, body.request.model)
             return await respond(job, made, bool(body.request.stream), ignored)
 
@@ -63,6 +63,8 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 class MessagesAnswer(TypedAnswer):
     """Content blocks in order: thinking, text and tool_use as the model writes them."""
 
+    PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def __init__(self, job: RequestBatch, model: str) -> None:
         self._message: Json = {
             "id": f"msg_{job.name}",
@@ -76,7 +78,7 @@ class MessagesAnswer(TypedAnswer):
             "container": None,
         }
         self._usage: Json = {
-            "input_tokens": job.prompt_tokens,
+            "input_tokens": 0,
             "output_tokens": 0,
             "output_tokens_details": {"thinking_tokens": 0},
             "cache_creation": None,
@@ -86,14 +88,14 @@ class MessagesAnswer(TypedAnswer):
             "server_tool_use": None,
             "service_tier": "standard",
         }
+        self._job = job
         self._open = ""
         """Type of the block that grows; empty: none."""
         self._pieces: list[str] = []
 
     def opening(self) -> list[Json]:
-        return [
-            {"type": "message_start", "message": {**self._message, "content": [], "usage": {**self._usage}}}
-        ]
+        usage = {**self._usage, "input_tokens": self._job.prompt_tokens}  # 0 while they are not counted
+        return [{"type": "message_start", "message": {**self._message, "content": [], "usage": usage}}]
 
     def add(self, delta: inference_pb2.Delta) -> list[Json]:
         events: list[Json] = []

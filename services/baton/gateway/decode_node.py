@@ -69,6 +69,9 @@ class TokenSink(Protocol):
     @property
     def attempt(self) -> int: ...
 
+    def on_admitted(self) -> None:
+        """Only where the attempt's `start` asks for it."""
+
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None: ...
     def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None: ...
     def on_finished(self, stats: decode_pb2.RequestStats) -> None: ...
@@ -225,6 +228,13 @@ class DecodePeer:
         if kind == "draining":
             self.leaving = True
             return
+        sink = self._sinks.get(event.request)
+        if sink is not None and sink.attempt != event.attempt:
+            sink = None
+        if kind == "admitted":
+            if sink is not None:
+                sink.on_admitted()
+            return
         if kind not in ("finished", "failed"):
             _log.warning("unexpected event", decode=self.address, kind=kind or "none")
             return
@@ -232,8 +242,7 @@ class DecodePeer:
         if event.request in self._cancelled:
             self._cancelled.remove(event.request)
             return
-        sink = self._sinks.get(event.request)
-        if sink is None or sink.attempt != event.attempt:
+        if sink is None:
             # The answer to a late cancel; or an error of the node, which has got a cancel already.
             _log.debug("event of an unknown attempt", decode=self.address, request=event.request)
             return

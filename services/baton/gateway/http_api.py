@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -25,7 +26,7 @@ from baton.gateway.http_record import BEGUN, REFUSAL, HttpRecord
 from baton.gateway.http_requests import (
     IGNORED_HEADER,
     BodyReader,
-    naming_grammar,
+    grammar_field,
     naming_grammar_field,
     respond,
     running,
@@ -95,24 +96,22 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await bodies.read_starts(request, CompletionRequest, completion_starts)
-        async with running(gateway, body.made, request) as job:
-            with naming_grammar_field(body.request.grammar_field):
-                await job.wait_for_output()
-            echoes = [
-                Echo(await _text(gateway, start), _first_token(gateway, job.first_token(prompt)))
-                for prompt, start in enumerate(body.made)
-                if body.request.echo
-            ]
-            answer = CompletionAnswer(job, body.request, echoes)
+        naming = partial(naming_grammar_field, body.request.grammar_field)
+        async with running(gateway, body.made, request, naming) as job:
+
+            async def echo(prompt: int) -> Echo:
+                first = _first_token(gateway, job.first_token(prompt))
+                return Echo(await _text(gateway, body.made[prompt]), first)
+
+            answer = CompletionAnswer(job, body.request, echo if body.request.echo else None)
             return await respond(job, answer, bool(body.request.stream), body.ignored)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await bodies.read_starts(request, ChatRequest, lambda request: [chat_start(request)])
         ignored = body.ignored | unread_arguments(gateway, body.made[0].chat)
-        async with running(gateway, body.made, request) as job:
-            with naming_grammar(body.made[0], body.request.grammar_field):
-                await job.wait_for_output()  # `n` has been checked by then
+        naming = partial(naming_grammar_field, grammar_field(body.made[0], body.request.grammar_field))
+        async with running(gateway, body.made, request, naming) as job:
             answer = ChatAnswer(job, body.request)
             return await respond(job, answer, bool(body.request.stream), ignored)
 

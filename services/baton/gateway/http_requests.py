@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from fastapi import Request, Response
@@ -20,7 +20,7 @@ from baton.gateway.admission import check_start
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_record import BEGUN
 from baton.gateway.json_body import Body, Made, Model, parse_body
-from baton.gateway.openai_answers import Answer, RequestBatch
+from baton.gateway.openai_answers import Answer, Naming, RequestBatch
 from baton.gateway.openai_errors import GRAMMAR_PARAM, ApiError, from_baton, of_prompt
 from baton.rpc.errors import BatonError
 from baton.rpc.http_server import UNBUFFERED
@@ -102,11 +102,13 @@ async def _read(request: Request, limit: int) -> bytearray:
 
 
 @asynccontextmanager
-async def running(gateway: Gateway, starts: _Starts, request: Request) -> AsyncIterator[RequestBatch]:
+async def running(
+    gateway: Gateway, starts: _Starts, request: Request, naming: Naming = nullcontext
+) -> AsyncIterator[RequestBatch]:
     """Runs the requests; they are cancelled when the client leaves, or when the body fails."""
     setattr(request.state, BEGUN, True)
     traceparent = request.headers.get("traceparent", "")
-    job = RequestBatch(gateway, starts, request.state.api_key, traceparent)
+    job = RequestBatch(gateway, starts, request.state.api_key, traceparent, naming)
     job.begin()
     watch = asyncio.create_task(cancel_on_disconnect(request.receive, job))
     try:
@@ -118,16 +120,13 @@ async def running(gateway: Gateway, starts: _Starts, request: Request) -> AsyncI
         watch.cancel()
 
 
-@contextmanager
-def naming_grammar(start: inference_pb2.GenerateStart, answer: str) -> Iterator[None]:
-    """Errors name the field that the request's grammar came from: `answer`, the one with the form of the
-    answer, or tools; both where both are in it."""
+def grammar_field(start: inference_pb2.GenerateStart, answer: str) -> str:
+    """The field that the request's grammar comes from: `answer`, the one with the form of the answer, or
+    tools; both where both are in it."""
     required = start.chat.tool_choice.mode == tokenizer_pb2.ToolChoice.MODE_REQUIRED
-    field = "tools"
-    if start.sampling.HasField("grammar") and not required:
-        field = f"{answer} or tools" if any(tool.strict for tool in start.chat.tools) else answer
-    with naming_grammar_field(field):
-        yield
+    if required or not start.sampling.HasField("grammar"):
+        return "tools"
+    return f"{answer} or tools" if any(tool.strict for tool in start.chat.tools) else answer
 
 
 @contextmanager
@@ -156,11 +155,15 @@ async def cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:
 
 
 async def respond(job: RequestBatch, answer: Answer, stream: bool, ignored: set[str]) -> Response:
-    """ignored: fields of the body that have no effect."""
+    """The HTTP response. Raises ApiError for a failure before it begins. ignored: fields of the body that
+    have no effect."""
     response: Response
     if stream:
+        await job.wait_for_start()
         response = EventStream(job, _events(job, answer))
     else:
+        await job.wait_for_output()
+        await answer.begin()
         async for index, event in job.events():
             if isinstance(event, inference_pb2.Delta):
                 answer.add(index, event)
@@ -190,14 +193,22 @@ def unread_arguments(gateway: Gateway, chat: tokenizer_pb2.ChatPrompt) -> set[st
     }
 
 
+COMMENT = b": ping\n\n"
+"""Clients read over it, as server-sent events define."""
+
+
 class EventStream(Response):
     """Server-sent events. While a client reads slowly, only the token logs grow. The requests are cancelled
     when the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: RequestBatch, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, job: RequestBatch, events: AsyncIterator[bytes], ping: bytes = COMMENT) -> None:
+        """ping: sent when nothing else has been for `job.ping_seconds`."""
         super().__init__()
+        self._ping = ping
+        self._sent = 0.0
+        """When something was sent last, on the loop's clock."""
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers.update(UNBUFFERED)
@@ -205,22 +216,41 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(cancel_on_disconnect(receive, self._job))
+        clock = asyncio.get_running_loop().time
+        tasks = [asyncio.create_task(cancel_on_disconnect(receive, self._job))]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if self._job.ping_seconds:
+                self._sent = clock()
+                tasks.append(asyncio.create_task(self._keep_open(send)))
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
+                self._sent = clock()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             pass  # the client has gone; the requests are cancelled below
         finally:
-            watch.cancel()
+            for task in tasks:
+                task.cancel()
             self._job.cancel("the client has gone")
+
+    async def _keep_open(self, send: Send) -> None:
+        clock, limit = asyncio.get_running_loop().time, self._job.ping_seconds
+        while True:
+            silent = clock() - self._sent
+            if silent < limit:
+                await asyncio.sleep(limit - silent)
+                continue
+            with suppress(OSError):  # as above
+                await send({"type": "http.response.body", "body": self._ping, "more_body": True})
+            self._sent = clock()
 
 
 async def _events(job: RequestBatch, answer: Answer) -> AsyncIterator[bytes]:
     try:
-        for chunk in answer.opening():
+        yield b"".join(map(_encode, answer.opening())) or COMMENT
+        await job.wait_for_output()
+        for chunk in await answer.begin():
             yield _encode(chunk)
         async for index, event in job.events():
             if isinstance(event, inference_pb2.Delta):
@@ -231,8 +261,8 @@ async def _events(job: RequestBatch, answer: Answer) -> AsyncIterator[bytes]:
         for chunk in answer.closing():
             yield _encode(chunk)
         yield b"data: [DONE]\n\n"
-    except ApiError as error:
-        yield _encode(openai_errors.body(error))
+    except (ApiError, BatonError) as error:
+        yield _encode(openai_errors.body(error if isinstance(error, ApiError) else from_baton(error)))
 
 
 def _encode(event: dict[str, Any]) -> bytes:

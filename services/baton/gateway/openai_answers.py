@@ -6,7 +6,8 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from baton.gateway.authentication import ApiKey
@@ -17,7 +18,11 @@ from baton.gateway.requests import Request
 from baton.rpc.errors import from_status
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
+FIRST_BYTE_SECONDS = 5.0
+"""A stream begins after this time also if its request still waits: proxies give silent servers up."""
 Event = inference_pb2.Delta | inference_pb2.Finished
+Naming = Callable[[], AbstractContextManager[None]]
+"""Errors raised within name fields as they are in the body."""
 
 
 class RequestBatch:
@@ -29,9 +34,12 @@ class RequestBatch:
         starts: Sequence[inference_pb2.GenerateStart],
         api_key: ApiKey,
         traceparent: str = "",
+        naming: Naming = nullcontext,
     ) -> None:
         """traceparent: the client's trace context; empty: it has none."""
         self.n = starts[0].n or 1
+        self.ping_seconds = gateway.config.stream_ping_seconds
+        self._naming = naming
         self._wake = asyncio.Event()
         self._requests = [
             Request(gateway, start, self._wake.set, api_key, "http", traceparent) for start in starts
@@ -70,17 +78,25 @@ class RequestBatch:
         for request in self._requests:
             request.cancel(reason)
 
-    async def wait_for_output(self) -> None:
-        """Returns when there is output, or all have finished. Raises ApiError for a failure.
+    async def wait_for_start(self) -> None:
+        """Returns when a stream may begin: decode nodes have admitted all prompts, there is output, or
+        FIRST_BYTE_SECONDS are over. Raises ApiError for a failure, which thus has its own HTTP status."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_BYTE_SECONDS):
+                await self._wait(lambda: self._waiting and not all(each.admitted for each in self._requests))
 
-        Nothing is sent before, so that a request that fails until then gets its own HTTP status. All prompts
-        must have been accepted by then, so that a wrong one fails the HTTP request and not its stream.
-        """
-        while self._waiting:
-            self._wake.clear()
-            self._take()
-            if self._waiting:
-                await self._wake.wait()
+    async def wait_for_output(self) -> None:
+        """Returns when all prompts have been accepted and there is output, or all have finished. Raises
+        ApiError for a failure."""
+        await self._wait(lambda: self._waiting)
+
+    async def _wait(self, waiting: Callable[[], bool]) -> None:
+        with self._naming():
+            while waiting():
+                self._wake.clear()
+                self._take()
+                if waiting():
+                    await self._wake.wait()
 
     @property
     def _waiting(self) -> bool:
@@ -89,7 +105,8 @@ class RequestBatch:
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Deltas with the choice's number over all prompts, and each request's end. Raises ApiError."""
         while True:
-            await self.wait_for_output()
+            if self._waiting:
+                await self.wait_for_output()
             if not self._taken:
                 return
             yield self._taken.popleft()
@@ -146,7 +163,6 @@ class Answer(ABC):
         self._finish: list[str | None] = [None] * choices
         self._stop_token_ids = request.stop_token_ids or ()
         self._job = job
-        self._prompt_tokens = job.prompt_tokens
         self._output_tokens = self._cached_tokens = self._reasoning_tokens = self._resumed = 0
 
     def add(self, index: int, delta: inference_pb2.Delta) -> None:
@@ -177,7 +193,11 @@ class Answer(ABC):
         self._reasoning_tokens += usage.reasoning_tokens
 
     def opening(self) -> list[Json]:
-        """Chunks that come before all output."""
+        """Chunks that a stream begins with, before it is known whether there will be output."""
+        return []
+
+    async def begin(self) -> list[Json]:
+        """Chunks that come right before the first output."""
         return []
 
     def closing(self) -> list[Json]:
@@ -214,9 +234,9 @@ class Answer(ABC):
 
     def _usage(self) -> Json:
         return {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": self._job.prompt_tokens,
             "completion_tokens": self._output_tokens,
-            "total_tokens": self._prompt_tokens + self._output_tokens,
+            "total_tokens": self._job.prompt_tokens + self._output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "baton": {"resumed": self._resumed},

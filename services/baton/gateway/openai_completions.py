@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from baton.gateway.openai_answers import Answer, Json, RequestBatch
@@ -23,10 +23,13 @@ class CompletionAnswer(Answer):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, job: RequestBatch, request: CompletionRequest, echoes: Sequence[Echo]) -> None:
-        """echoes: one for each prompt, or none."""
+    def __init__(
+        self, job: RequestBatch, request: CompletionRequest, echo: Callable[[int], Awaitable[Echo]] | None
+    ) -> None:
+        """echo: makes that of a prompt, once it is accepted; None: the answers do not begin with it."""
         super().__init__(job, request)
-        self._echoes = echoes
+        self._make_echo = echo
+        self._echoes: list[Echo] = []
         self._computed = job.n
         """Choices of a prompt."""
         self._n = request.n or 1
@@ -50,7 +53,11 @@ class CompletionAnswer(Answer):
         if self._drops_output:
             self._output_tokens = 0
 
-    def opening(self) -> list[Json]:
+    async def begin(self) -> list[Json]:
+        if self._make_echo is None:
+            return []
+        self._echoes = [await self._make_echo(prompt) for prompt in range(self._job.prompts)]
+        self._make_echo = None  # it holds the prompts
         if self._with_logprobs:
             return []  # they come with the first delta
         return [chunk for prompt in range(len(self._echoes)) for chunk in self._echo(prompt, ())]

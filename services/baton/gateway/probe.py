@@ -32,6 +32,9 @@ class _Sink:
     done: asyncio.Future[decode_pb2.RequestStats]
     attempt: int = 0
 
+    def on_admitted(self) -> None:
+        pass
+
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
         pass
 

@@ -56,7 +56,7 @@ class Request:
         self._recorder = gateway.recorder
         self._start: inference_pb2.GenerateStart | None = start
         """None once the prompt is encoded or refused: it may be large, and the client slow."""
-        self._template = decode_pb2.DecodeStart(request=self.number)
+        self._template = decode_pb2.DecodeStart(request=self.number, announce_admission=api == "http")
         """What all attempts have in common, but for the prompt. It holds copies: any part of a message keeps
         the whole message alive."""
         self._hand_off: bool | None = None
@@ -70,6 +70,8 @@ class Request:
         self._routing: RequestRouting | None = None
         self._fingerprint = ""
         """Of the model that the prompt was encoded for."""
+        self.admitted = False
+        """A decode node has said so. Only of requests that come by HTTP."""
         self._accepted = self._prompt_done = False
         self._vocabulary: Vocabulary | None = None
         self._max_tokens = self._vocabulary_size = 0
@@ -202,8 +204,7 @@ class Request:
                 candidates = nodes.candidates(self.number, self._fingerprint)
                 place = self._attempts.place(candidates, time.monotonic(), routing.pick_decode)
                 if isinstance(place, Wait):
-                    loop = asyncio.get_running_loop()
-                    self._place_timer = loop.call_later(place.seconds, self._place)
+                    self._place_timer = asyncio.get_running_loop().call_later(place.seconds, self._place)
                     return
                 prefill = routing.order_prefill(nodes.prefill)
                 limit = routing.decide(self._gateway.split, place, prefill, self._hand_off)
@@ -250,14 +251,17 @@ class Request:
 
     # From the decode node (TokenSink).
 
+    def on_admitted(self) -> None:
+        self.admitted, self._template.announce_admission = True, False
+        self._on_change()
+
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
         self._attempts.progress()
         if self._routing is not None:
             self._routing.computed()
         if self._prompt_done:
             return  # computed again, for another attempt
-        self._prompt_done = True
-        self.log.cached_tokens = prompt.cached_tokens
+        self._prompt_done, self.log.cached_tokens = True, prompt.cached_tokens
         if self._template.sampling.HasField("prompt_logprobs"):
             assert self._vocabulary is not None
             logprobs = list(prompt.prompt_logprobs)
@@ -385,16 +389,11 @@ class Request:
             model=self._gateway.model_name,
         )
         self._gateway.request_log.add(outcome, ended, error.reason if error is not None else "")
-        on_change, self._on_change = self._on_change, _nobody
+        on_change, self._on_change = self._on_change, lambda: None
         on_change()
 
     def _commit_session(self, prefill_address: str) -> None:
         session, prompt = self._session, self._prompt
-        if session is None or prompt is None:
-            return
-        session.decode_address, session.prefill_address = self._attempts.address, prefill_address
-        session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)
-
-
-def _nobody() -> None:
-    """Replaces on_change after the end."""
+        if session is not None and prompt is not None:
+            session.decode_address, session.prefill_address = self._attempts.address, prefill_address
+            session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)

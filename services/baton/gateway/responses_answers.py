@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.responses_protocol import NamedTool, ResponsesRequest
 from baton.gateway.typed_events import Json, TypedAnswer
@@ -77,14 +76,12 @@ class ResponseAnswer(TypedAnswer):
 
     def __init__(
         self,
-        job: RequestBatch,
         request: ResponsesRequest,
         id: str,
         keep: Callable[[Json, tokenizer_pb2.ChatMessage | None], None],
     ) -> None:
         self._response = _head(request, id)
         self._output: list[Json] = self._response["output"]
-        self._prompt_tokens = job.prompt_tokens
         self._keep = keep
         self._message = tokenizer_pb2.ChatMessage(role="assistant")
         self._sequence = 0

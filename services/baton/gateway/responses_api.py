@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from weakref import WeakValueDictionary
 
 from fastapi import FastAPI, Request, Response
@@ -10,14 +11,14 @@ from fastapi.responses import JSONResponse
 
 from baton.gateway.compaction import CompactAnswer, CompactRequest, bound, compact_start
 from baton.gateway.gateway import Gateway
-from baton.gateway.http_requests import BodyReader, naming_grammar, running, unread_arguments
+from baton.gateway.http_requests import BodyReader, grammar_field, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.response_store import ResponseStore, StoredResponse
 from baton.gateway.responses_answers import ResponseAnswer, response_id
 from baton.gateway.responses_items import input_messages
 from baton.gateway.responses_protocol import Conversation, ResponsesRequest, response_start
-from baton.gateway.typed_events import OF_TOOLS, Json, naming_fields, respond
+from baton.gateway.typed_events import OF_TOOLS, Json, naming_body, naming_fields, respond
 from baton.v1 import inference_pb2, tokenizer_pb2
 
 TAGGED = r"(?:input|tools)\[\d+\]"
@@ -82,10 +83,9 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             response["store"] = store.put(id, made, said, owner)
 
         earlier_messages = earlier(asked, owner) if asked.store is not False else []
-        async with running(gateway, body.made, request) as job:
-            with naming_fields(TAGGED, NAMES), naming_grammar(body.made[0], "text.format"):
-                await job.wait_for_output()
-            answer = ResponseAnswer(job, asked, id, keep)
+        naming = partial(naming_body, TAGGED, NAMES, grammar_field(body.made[0], "text.format"))
+        async with running(gateway, body.made, request, naming) as job:
+            answer = ResponseAnswer(asked, id, keep)
             if asked.stream:  # else nobody knows its name before it has ended
                 under_way[owner, id] = job
             return await respond(job, answer, bool(asked.stream), ignored)
@@ -111,9 +111,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         with naming_fields(TAGGED, NAMES):
             body = await bodies.read_starts(request, CompactRequest, starts)
             await bound(gateway, body.made[0], request.state.api_key)
-        async with running(gateway, body.made, request) as job:
-            with naming_fields(TAGGED, NAMES):
-                await job.wait_for_output()
+        async with running(gateway, body.made, request, partial(naming_fields, TAGGED, NAMES)) as job:
             return await respond(job, CompactAnswer(body.made[0]), False, set(body.ignored))
 
     @app.post("/v1/responses/{name}")

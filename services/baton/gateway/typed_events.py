@@ -6,12 +6,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from baton.gateway.http_requests import EventStream, name_ignored, to_json
+from baton.gateway.http_requests import COMMENT, EventStream, name_ignored, naming_grammar_field, to_json
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError, from_baton
 from baton.rpc.errors import BatonError
@@ -23,6 +23,8 @@ Json = dict[str, Any]
 class TypedAnswer(ABC):
     """One answer. Either `whole` after everything has been added, or the events of each step, in order. An
     event has its name as `type`."""
+
+    PING: ClassVar[bytes] = COMMENT
 
     def opening(self) -> list[Json]:
         """Events that come before all output."""
@@ -69,6 +71,13 @@ def naming_fields(tagged: str, names: Names) -> Iterator[None]:
         raise converted from error
 
 
+@contextmanager
+def naming_body(tagged: str, names: Names, grammar: str) -> Iterator[None]:
+    """Errors name fields as `naming_fields` does; those of a grammar name the field `grammar`."""
+    with naming_fields(tagged, names), naming_grammar_field(grammar):
+        yield
+
+
 def _rename(error: ApiError, tagged: str, names: Names) -> None:
     if error.param is not None:
         plain = re.sub(rf"^({tagged})\.\w+(?=\.|$)", r"\1", error.param)
@@ -79,10 +88,10 @@ def _rename(error: ApiError, tagged: str, names: Names) -> None:
 
 
 async def respond(job: RequestBatch, answer: TypedAnswer, stream: bool, ignored: set[str]) -> Response:
-    """The HTTP response. Raises ApiError for a failure before the first output."""
+    """The HTTP response. Raises ApiError for a failure before it begins."""
     if stream:
-        await job.wait_for_output()
-        return name_ignored(EventStream(job, _events(job, answer)), ignored)
+        await job.wait_for_start()
+        return name_ignored(EventStream(job, _events(job, answer), answer.PING), ignored)
     answer.opening()
     async for _, event in job.events():
         _take(answer, event)
