@@ -148,6 +148,22 @@ def test_pages_out_of_turn_are_not_taken(chunk):
     assert node.failed == ["PROTOCOL"] and not node.side.active
 
 
+@pytest.mark.parametrize("pages", [[(30, 31, 30)], [(30, 31), (31,)], [(30,), (), (31, 30)]])
+def test_no_page_is_named_twice(pages):
+    node, first, effects = Decode(), 0, []
+    for each in pages:
+        effects += node.chunk(first, each, last=first + len(each) == 3)
+        first += len(each)
+    assert node.failed == ["PROTOCOL"] and CancelPrefill("p0", NAME) in effects
+
+
+def test_no_page_is_named_in_two_groups():
+    node = Decode((FULL, FULL))
+    more = GroupPages(0, (33, 31, 34), (1, 1, 1))
+    node.side.receive("p0", ChunkAnnounced(NAME, 0, (30, 31, 32), (1, 1, 1), True, 0, (more,)), 1.0)
+    assert node.failed == ["PROTOCOL"]
+
+
 @pytest.mark.parametrize("pages", [(33, 34, 35), (33, 34, 35, 36)])
 def test_no_group_has_more_pages_than_the_prompt(pages):
     node = Decode((FULL, FULL))

@@ -23,6 +23,8 @@ class Handoff:
     pages: list[list[int]]
     """Of each group: the owner's page ids, as announced."""
     generations: list[list[int]]
+    named: set[int] = field(default_factory=set)
+    """All of those pages."""
     announced_all: bool = False
     step: int = 0
     """The pages announced so far are final once this step of the owner's has retired."""

@@ -184,6 +184,11 @@ class DecodeSide:
             text = f"pages {spans} were announced out of turn, or the prompt has fewer"
             self._lose(handoff, "PROTOCOL", text)
             return
+        named, known = [page for each in announced for page in each.pages], len(handoff.named)
+        handoff.named.update(named)
+        if len(handoff.named) < known + len(named):
+            self._lose(handoff, "PROTOCOL", "a page was announced twice")
+            return
         for each, pages, generations in zip(announced, handoff.pages, handoff.generations, strict=True):
             pages.extend(each.pages)
             generations.extend(each.generations)

@@ -79,7 +79,7 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
         for name in self._names_elsewhere(holder):
             yield FirstSampled(name, ((0, None),), 0, ())
         for event in events:
-            how = self._babble.randrange(6)
+            how = self._babble.randrange(7)
             if how == 0 and isinstance(event, ChunkAnnounced | FirstSampled):
                 yield LeaseFinished(event.name, stood=True)
             elif how == 1:
@@ -89,6 +89,9 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
                 self.world.at(late, self.loop, lambda again=again: self._send(again))  # type: ignore[misc]
             elif how == 3 and isinstance(event, ChunkAnnounced):
                 event = replace(event, pages=event.pages[1:], generations=event.generations[1:], last=True)
+            elif how == 5 and isinstance(event, ChunkAnnounced) and len(event.pages) > 1:
+                twice, generations = ((*each[:-1], each[0]) for each in (event.pages, event.generations))
+                event = replace(event, pages=twice, generations=generations)
             elif how == 4 and isinstance(event, FirstSampled):
                 event = replace(event, tokens=(*event.tokens, (0, None)))
             yield event
