@@ -15,6 +15,7 @@ Attention = Literal[
     "torch",
     "torch-latent",
     "triton",
+    "triton-fixed",
     "triton-latent",
 ]
 """Attention backends; "auto": the best that works."""

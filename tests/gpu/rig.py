@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton.attention.fp8 import E4M3
-from baton.attention.registry import BACKENDS
+from baton.attention.registry import BACKENDS, resolve
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.engine.request import FailedEvent, Request, TokenEvent
@@ -91,7 +91,11 @@ def make(
     pool.pages.fill_(poison)
     kind, _, pair = kind.partition(":")
     if kind in ("graphs", "eager", "invariant"):
-        usual = "fa3-fixed/fa3-fixed" if kind == "invariant" else "mixed/mixed"
+        usual = "mixed/mixed"
+        if kind == "invariant":
+            features = frozenset[str]().union(*(options.features for options in model.attention_options))
+            chosen, _ = resolve("auto", CUDA, model.dtype, model.kv.dim, features, invariant=True)
+            usual = f"{chosen.name}/{chosen.name}"
         prefill, decode = (BACKENDS[name] for name in (pair or usual).split("/"))
         runner = CudaRunner(
             model,

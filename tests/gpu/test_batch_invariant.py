@@ -89,7 +89,7 @@ def assert_same(outputs, logits, want_outputs, want_logits):
         assert torch.equal(logits[key], want_logits[key]), key
 
 
-@pytest.mark.parametrize("shape", [SHAPE, {**SHAPE, "num_key_value_heads": 4}])
+@pytest.mark.parametrize("shape", [SHAPE, {**SHAPE, "num_key_value_heads": 4}, {"head_dim": 64}])
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_alone_in_a_batch_from_a_cache_and_by_other_chunks(tmp_path, shape, page_size):
     path = save_checkpoint(tmp_path, **shape)
@@ -115,9 +115,10 @@ def test_alone_in_a_batch_from_a_cache_and_by_other_chunks(tmp_path, shape, page
     assert_same(outputs[: len(requests)], found, alone, logits)
 
 
-def test_a_sequence_goes_on_from_its_own_output_as_a_prompt(tmp_path):
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_a_sequence_goes_on_from_its_own_output_as_a_prompt(tmp_path, head_dim):
     """What was decoded token by token is computed as a chunk, as after a retraction: nothing changes."""
-    path = save_checkpoint(tmp_path, **SHAPE)
+    path = save_checkpoint(tmp_path, head_dim=head_dim)
     (prompt,) = prompts_of(70)
     params = dataclasses.replace(GREEDY, max_tokens=40)
     (whole,), logits = run(path, [(prompt, params)])
@@ -163,7 +164,7 @@ def test_no_product_is_the_librarys(tmp_path, monkeypatch):
         make(path, "graphs", torch.bfloat16)
 
 
-def test_heads_of_another_size_are_refused():
+def test_fa3_is_not_taken_for_heads_of_another_size():
     from baton.attention.fa3 import FixedFa3Attention
 
     assert FixedFa3Attention.available(CUDA, torch.bfloat16, 128) is None

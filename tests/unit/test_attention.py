@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from baton.attention.base import AttentionRow
-from baton.attention.fa3 import mismatch
+from baton.attention.fa3 import Fa3Attention, mismatch
 from baton.attention.flashinfer_paged import workspace_bytes
 from baton.attention.registry import BACKENDS, NoBackend, resolve
+from baton.attention.triton_paged import TritonAttention
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
 from baton.layers.latent_attention import LatentProjections
@@ -237,10 +239,33 @@ def test_resolve():
         NoBackend, match="known are auto, fa3, fa3-fixed, fa3-latent, flashinfer, mixed, torch, torch-lat"
     ):
         resolve("magic", CPU)
-    gpus = ("fa3", "fa3-fixed", "fa3-latent", "flashinfer", "mixed", "triton", "triton-latent")
+    gpus = BACKENDS.keys() - {"torch", "torch-latent"}
     for name in gpus:
         with pytest.raises(NoBackend, match=f"'{name}' does not work on cpu: .*needs an NVIDIA GPU"):
             resolve(name, CPU)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "features", "chosen", "why"),
+    [
+        (128, (), "fa3-fixed", r"fa3-fixed: the best that does not depend on the batch"),
+        (64, (), "triton-fixed", r"\(not fa3-fixed: heads of 64 were measured to depend on the batch"),
+        (128, ("window",), "triton-fixed", r"\(not fa3-fixed: does not compute attention with window\)"),
+    ],
+)
+def test_where_one_backend_depends_on_the_batch_another_is_chosen(
+    monkeypatch, head_dim, features, chosen, why
+):
+    """As on a Hopper GPU with all libraries."""
+    monkeypatch.setattr(Fa3Attention, "available", lambda *_: None)
+    monkeypatch.setattr(TritonAttention, "available", lambda *_: None)
+    gpu = torch.device("cuda")
+    found = resolve("auto", gpu, torch.bfloat16, head_dim, frozenset(features), invariant=True)
+    assert found[0].name == chosen
+    assert re.search(why, found[1])
+    assert found[0].features >= set(features)
+    with pytest.raises(NoBackend, match="no attention backend that does not depend on the batch"):
+        resolve("auto", gpu, torch.bfloat16, 128, frozenset({"latent"}), invariant=True)
 
 
 def test_flashinfers_workspace_holds_the_largest_plan():

@@ -184,7 +184,7 @@ class FixedFa3Attention(Fa3Attention):
 
     def plan(self, rows: PagedRows) -> None:
         """Computes once for all layers how chunks are split among multiprocessors."""
-        starts = self._starts_of(rows)
+        starts = rows.starts_of_all()
         rows.plan = starts, self._divided(rows, starts, max(rows.longest, _LEAST), num_splits=1)
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
@@ -203,8 +203,3 @@ class FixedFa3Attention(Fa3Attention):
             num_splits=1,
             out=out,
         )
-
-    def _starts_of(self, rows: PagedRows) -> torch.Tensor:
-        if rows.starts is not None:
-            return rows.starts
-        return torch.arange(rows.lengths.shape[0] + 1, dtype=torch.int32, device=self._pool.device)

@@ -46,6 +46,12 @@ class PagedRows:
     plan: Any = None
     """Result of `PagedAttention.plan`."""
 
+    def starts_of_all(self) -> torch.Tensor:
+        """`starts`, also of rows of one token each."""
+        if self.starts is not None:
+            return self.starts
+        return torch.arange(self.lengths.shape[0] + 1, dtype=torch.int32, device=self.lengths.device)
+
 
 def gpu_problem(device: torch.device) -> str | None:
     """Why kernels for NVIDIA GPUs cannot run on the device; None if they can."""

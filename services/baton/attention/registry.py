@@ -11,7 +11,7 @@ from baton.attention.latent_paged import Fa3LatentAttention, TritonLatentAttenti
 from baton.attention.mixed import MixedAttention
 from baton.attention.torch_latent import TorchLatentAttention
 from baton.attention.torch_sdpa import TorchAttention
-from baton.attention.triton_paged import TritonAttention
+from baton.attention.triton_paged import FixedTritonAttention, TritonAttention
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "fa3": Fa3Attention,
@@ -22,6 +22,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     "torch": TorchAttention,
     "torch-latent": TorchLatentAttention,
     "triton": TritonAttention,
+    "triton-fixed": FixedTritonAttention,
     "triton-latent": TritonLatentAttention,
 }
 
@@ -30,6 +31,9 @@ _PREFERENCE: dict[str, tuple[str, ...]] = {
     "cuda": ("mixed", "fa3", "triton", "torch", "fa3-latent", "triton-latent", "torch-latent"),
 }
 """By device type, best first."""
+
+INVARIANT = ("fa3-fixed", "triton-fixed")
+"""Those whose results do not depend on what else is in the batch, best first; on NVIDIA GPUs."""
 
 
 class NoBackend(Exception):
@@ -42,11 +46,12 @@ def resolve(
     dtype: torch.dtype | None = None,
     head_dim: int | None = None,
     features: frozenset[str] = frozenset(),
+    invariant: bool = False,
 ) -> tuple[type[AttentionBackend], str]:
     """The backend called `name`, or for "auto" the best that works on `device`, and why it was chosen.
 
     `dtype` and `head_dim` None: not known yet; `features`: the `AttentionOptions` that the model's layers
-    use. Raises NoBackend.
+    use; `invariant`: "auto" is the best of INVARIANT. Raises NoBackend.
     """
 
     def problem_of(backend: type[AttentionBackend]) -> str | None:
@@ -59,13 +64,14 @@ def resolve(
 
     if name == "auto":
         reasons: list[str] = []
-        for candidate in _PREFERENCE.get(device.type, _PREFERENCE["cpu"]):
+        what = "does not depend on the batch" if invariant else f"works on {device.type}"
+        for candidate in INVARIANT if invariant else _PREFERENCE.get(device.type, _PREFERENCE["cpu"]):
             problem = problem_of(BACKENDS[candidate])
             if problem is None:
                 rest = f" ({'; '.join(reasons)})" if reasons else ""
-                return BACKENDS[candidate], f"{candidate}: the best that works on {device.type}{rest}"
+                return BACKENDS[candidate], f"{candidate}: the best that {what}{rest}"
             reasons.append(f"not {candidate}: {problem}")
-        raise NoBackend(f"no attention backend works on {device}: {'; '.join(reasons)}")
+        raise NoBackend(f"no attention backend that {what} can be used on {device}: {'; '.join(reasons)}")
     if name not in BACKENDS:
         raise NoBackend(
             f"attention backend {name!r} is not known; known are auto, {', '.join(sorted(BACKENDS))}"

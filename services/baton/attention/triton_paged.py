@@ -83,3 +83,18 @@ class TritonAttention(PagedAttention):
             splits, scratch = rows.plan
             where = rows.table, rows.lengths, out, scratch, self._counters, splits, self._pdl
             self._singles(q, keys, values, *where, options)
+
+
+class FixedTritonAttention(TritonAttention):
+    """A row's keys are not split among programs, and rows of one token are chunks of one: a token's result
+    depends only on its own query and keys, in blocks from its sequence's first key on. Few rows with long
+    contexts are slower."""
+
+    name = "triton-fixed"
+
+    def plan(self, rows: PagedRows) -> None:
+        rows.plan = rows.starts_of_all()
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+        keys, values = self._layers[layer]
+        self._chunks(q, keys, values, rows.table, rows.lengths, rows.plan, out, self._options[layer])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from baton.attention.registry import INVARIANT
 from baton.config import WorkerConfig
 from baton.engine.waiting_queue import POLICIES
 from baton.kvcache.eviction import make_policy
@@ -63,10 +64,14 @@ def _check(config: WorkerConfig) -> None:
 
 
 def _invariant(config: WorkerConfig, device: torch.device) -> WorkerConfig:
-    """With attention of that kind. Raises BatonError."""
+    """With one attention backend for all rows. Raises BatonError."""
     if device.type != "cuda":
         raise failed_precondition(f"--batch-invariant needs an NVIDIA GPU, not {device.type}; leave it out")
-    for name in (config.prefill_attention, config.decode_attention):
-        if name not in ("auto", "fa3-fixed"):
-            raise invalid("batch_invariant", f"--batch-invariant excludes attention {name!r}; leave that out")
-    return replace(config, prefill_attention="fa3-fixed", decode_attention="fa3-fixed")
+    named = {config.prefill_attention, config.decode_attention} - {"auto"}
+    for name in named - {*INVARIANT}:
+        raise invalid("batch_invariant", f"--batch-invariant excludes attention {name!r}; leave that out")
+    if len(named) > 1:
+        text = "--batch-invariant needs the same attention backend for prompts and for decode rows; name one"
+        raise invalid("batch_invariant", text)
+    name = named.pop() if named else "auto"
+    return replace(config, prefill_attention=name, decode_attention=name)

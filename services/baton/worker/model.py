@@ -39,7 +39,7 @@ def attention_of(
 ) -> tuple[tuple[type[AttentionBackend], str], tuple[type[AttentionBackend], str]]:
     """For prompts and for decode rows, each with the reason for its choice. Raises NoBackend."""
     features = frozenset[str]().union(*(options.features for options in model.attention_options))
-    needs = (device, model.dtype, model.kv.dim, features)
+    needs = (device, model.dtype, model.kv.dim, features, config.batch_invariant)
     prefill = resolve_attention(config.prefill_attention, *needs)
     return prefill, resolve_attention(config.decode_attention, *needs)
 
@@ -64,7 +64,7 @@ def check_model(config: WorkerConfig, device: torch.device) -> None:
         raise invalid(
             "context_length", f"--context-length must be at most {most}, the model's own, not {context}"
         )
-    named = {config.prefill_attention, config.decode_attention} != {"auto"}
+    named = config.batch_invariant or {config.prefill_attention, config.decode_attention} != {"auto"}
     if named and read_config(path, context, config.model_impl).implementation == "baton":
         attention_of(config, declared(path, dtype_of(config.dtype, device), context), device)
     if config.kv_dtype != "auto" and kv_shape(read_config(path, implementation=config.model_impl)).parts == 1:
