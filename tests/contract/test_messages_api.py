@@ -66,6 +66,18 @@ async def test_a_call_is_to_be_answered_also_where_a_stop_sequence_follows_it():
         assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
 
 
+async def test_a_tool_that_is_named_is_used_once():
+    async with ScriptedDecode(silent, context=1024) as node, gateway(node, **PARSERS) as rig:
+        await say(rig, node, text=f"{CALL}\n{CALL}", finish=STOP)
+        loose = {**TOOL, "input_schema": {"type": "object", "not": {"required": ["x"]}}}
+        for more, count in ({}, 1), ({"disable_parallel_tool_use": False}, 2):
+            choice = {"type": "tool", "name": TOOL["name"], **more}
+            answer = await post(rig, {**ASK, "tools": [loose], "tool_choice": choice})
+            kinds = [block["type"] for block in answer.json()["content"]]
+            assert kinds.count("tool_use") == count
+            assert answer.headers["x-baton-ignored"] == f"tools.{TOOL['name']}.not"
+
+
 async def test_thinking_and_tools_whole_and_streamed():
     async with ScriptedDecode(silent, context=2000) as node, gateway(node, **PARSERS) as rig:
         await say(rig, node, text=f"<think>hm</think>Let me see.{CALL} ", finish=STOP)

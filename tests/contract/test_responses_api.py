@@ -26,6 +26,7 @@ TOOL = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 CALLED = {"type": "function_call", "call_id": "c", "name": "weather"}
+ALLOWED = {"type": "allowed_tools", "mode": "required"}
 ALICE, BOB = b"alice", b"bob"
 PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
 
@@ -88,6 +89,36 @@ async def test_reasoning_and_calls_whole_and_streamed():
         streamed = events[-1].response.output
         assert [item.type for item in streamed] == [item.type for item in items]
         assert streamed[1].content[0].text == text
+
+
+async def test_a_function_that_is_named_is_called_once():
+    other = {**TOOL, "name": "time", "parameters": {"type": "object", "propertyNames": {"minLength": 2}}}
+    async with (
+        ScriptedDecode(silent, context=2000) as node,
+        gateway(node, **PARSERS) as rig,
+        client(rig) as api,
+    ):
+        await script(rig, node, f"{CALL}\n{CALL} ")
+        functions = {"type": "function", "name": "weather"}
+        allowed = {**ALLOWED, "tools": [functions, {"type": "mcp", "server_label": "x"}]}
+        for choice, more, count in (
+            (functions, {}, 1),
+            (functions, {"parallel_tool_calls": True}, 2),
+            ("auto", {}, 2),
+            (allowed, {}, 2),
+            ({**allowed, "tools": [{**functions, "name": "time"}]}, {}, 0),
+            ({**allowed, "mode": "auto", "tools": []}, {}, 0),
+        ):
+            asked = {"model": "scripted", "input": "?", "tools": [TOOL, other], "tool_choice": choice, **more}
+            answer = await api.responses.with_raw_response.create(**asked)
+            kinds = [item.type for item in answer.parse().output]
+            assert kinds.count("function_call") == count, choice
+        broken = {**CALLED, "arguments": '{"a": "'}
+        items = [broken, {"type": "function_call_output", "call_id": "c", "output": "x"}]
+        answer = await api.responses.with_raw_response.create(
+            model="scripted", input=items, tools=[other], tool_choice="required"
+        )
+        assert answer.headers["x-baton-ignored"] == "input.arguments, tools.time.propertyNames"
 
 
 @pytest.mark.parametrize("name", ["summary", "generate_summary"])
@@ -215,8 +246,12 @@ async def test_cancel_while_it_streams():
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 99999}, "max_output_tokens"),
-        ({"input": [{**CALLED, "arguments": "{"}]}, "input.arguments"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "name": "x"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "x"}}, "tool_choice.mode"),
+        ({"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": []}}, "tool_choice.tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "g"}]}},
+            "tool_choice.tools[0]",
+        ),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"temperature": -1.0}, "temperature"),
@@ -371,10 +406,10 @@ async def test_what_cannot_be_compacted():
         await script(rig, node, "<think> </think>\n")
         with pytest.raises(openai.UnprocessableEntityError, match="no summary"):
             await api.responses.compact(model="scripted", input="Hi")
-        wrong = {**CALLED, "arguments": "none"}
+        wrong = {**CALLED, "name": "a b", "arguments": "{}"}
         with pytest.raises(openai.BadRequestError) as caught:
             await api.responses.compact(model="scripted", input=[wrong])
-        assert caught.value.param == "input.arguments" and "messages" not in caught.value.message
+        assert caught.value.param == "input.name" and "messages" not in caught.value.message
         await rig.idle()
         held = rig.node.gateway
         encode, encoded = held.tokenizer.encode, []

@@ -91,6 +91,73 @@ async def test_one_call_at_most():
         await rig.idle()
 
 
+async def test_a_function_that_is_named_is_called_once():
+    async with thinking(SAID) as rig:
+        call = ("get_weather", '{"city": "Zürich"}')
+        named = {**ASKED, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+        for more, count in ({}, 1), ({"parallel_tool_calls": False}, 1), ({"parallel_tool_calls": True}, 2):
+            assert (await whole(rig, **named, **more))[0][2] == [call] * count
+            assert (await streamed(rig, **named, **more))[2] == [call] * count
+            most = rig.decode.starts[-1].sampling.grammar.lark.count("{0,15}")
+            assert (most > 0) == (count > 1)
+        await rig.idle()
+
+
+async def test_allowed_tools_are_the_only_ones_that_are_called():
+    async with thinking(SAID) as rig:
+        other = {"type": "function", "function": {"name": "a" * 128}}
+        asked = {**CHAT, "tools": [*TOOLS, other]}
+
+        def allowed(mode, name):
+            tools = [{"type": "function", "function": {"name": name}}]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+        for mode in "auto", "required":
+            found, _ = await whole(rig, **asked, tool_choice=allowed(mode, "get_weather"))
+            assert found[0] == "One moment." and len(found[2]) == 2
+            lark = rig.decode.starts[-1].sampling.grammar.lark
+            assert "get_weather" in lark and "aaa" not in lark
+            found, _ = await whole(rig, **asked, tool_choice=allowed(mode, "a" * 128))
+            assert CALL in found[0] and not found[2]
+        tokens = rig.decode.starts[-1].token_ids
+        await whole(rig, **asked)
+        assert rig.decode.starts[-1].token_ids == tokens  # both tools are shown to the model
+        for wrong, param in (
+            (allowed("auto", "g"), "tool_choice.allowed_tools.tools[0]"),
+            (allowed("sometimes", "get_weather"), "tool_choice.allowed_tools.mode"),
+            (
+                {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+                "allowed_tools.tools",
+            ),
+        ):
+            response = await rig.plain.post("/v1/chat/completions", json={**asked, "tool_choice": wrong})
+            assert response.status_code == 400 and param in response.json()["error"]["param"], response.text
+
+
+async def test_what_a_call_is_not_held_to_is_named():
+    schema = {"type": "object", "properties": {"city": {"type": "array", "uniqueItems": True}}}
+    loose = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    history = [
+        *CHAT["messages"],
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"a": "'}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "x"},
+    ]
+    async with thinking(SAID) as rig:
+        asked = {**CHAT, "messages": history, "tools": [loose]}
+        arguments = "messages.tool_calls.function.arguments"
+        for choice, more in (("auto", ""), ("required", ", tools.get_weather.uniqueItems")):
+            response = await rig.plain.post("/v1/chat/completions", json={**asked, "tool_choice": choice})
+            assert response.status_code == 200, response.text
+            assert response.headers["x-baton-ignored"] == arguments + more
+        assert '"type":"array"' in rig.decode.starts[-1].sampling.grammar.lark
+        loose["function"]["strict"] = True
+        for choice in "auto", "required":
+            response = await rig.plain.post("/v1/chat/completions", json={**asked, "tool_choice": choice})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "tools")
+            assert "get_weather: properties.city.uniqueItems" in error["message"]
+
+
 async def test_over_grpc():
     async with thinking(SAID) as rig:
         tool = tokenizer_pb2.Tool(name="get_weather")

@@ -91,19 +91,11 @@ WRONG = [
     (prompt(ChatMessage(role="user", tool_call_id="c1")), "chat.messages[0].tool_call_id"),
     (prompt(ChatMessage(role="user", reasoning="Hm.")), "chat.messages[0].reasoning"),
     (
-        prompt(ChatMessage(role="assistant", tool_calls=[ToolCall(name="f", arguments="{")])),
-        "chat.messages[0].tool_calls[0].arguments",
-    ),
-    (
-        prompt(ChatMessage(role="assistant", tool_calls=[ToolCall(name="f", arguments="[1]")])),
-        "chat.messages[0].tool_calls[0].arguments",
-    ),
-    (
         prompt(ChatMessage(role="assistant", tool_calls=[ToolCall(name="f g")])),
         "chat.messages[0].tool_calls[0].name",
     ),
     (prompt(tools=[Tool(name="")]), "chat.tools[0].name"),
-    (prompt(tools=[Tool(name="a" * 65)]), "chat.tools[0].name"),
+    (prompt(tools=[Tool(name="a" * 129)]), "chat.tools[0].name"),
     (prompt(tools=[Tool(name="f"), WEATHER, Tool(name="f")]), "chat.tools[2].name"),
     (prompt(tools=[Tool(name="f", parameters="5")]), "chat.tools[0].parameters"),
     (prompt(tools=[Tool(name="f", parameters='{"a": NaN}')]), "chat.tools[0].parameters"),
@@ -116,6 +108,14 @@ WRONG = [
         prompt(tools=[WEATHER], tool_choice=ToolChoice(mode=ToolChoice.MODE_REQUIRED, name="x")),
         "chat.tool_choice.name",
     ),
+    (
+        prompt(tools=[WEATHER], tool_choice=ToolChoice(allowed=["get_weather", "x"])),
+        "chat.tool_choice.allowed[1]",
+    ),
+    (
+        prompt(tools=[WEATHER], tool_choice=ToolChoice(mode=ToolChoice.MODE_NONE, allowed=["get_weather"])),
+        "chat.tool_choice.allowed",
+    ),
 ]
 
 
@@ -124,6 +124,25 @@ def test_what_is_wrong_is_named(wrong, field):
     with pytest.raises(BatonError) as raised:
         read(wrong, "chat")
     assert raised.value.field == field and raised.value.message.startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("", {}),
+        ("null", {}),
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": "', {"raw_arguments": '{"a": "'}),
+        ("[1]", {"raw_arguments": "[1]"}),
+        ('{"a": NaN}', {"raw_arguments": '{"a": NaN}'}),
+        ('{"a":' * 10**5, {"raw_arguments": '{"a":' * 10**5}),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_of_earlier_calls(given, shown):
+    call = ToolCall(name="f" * 128, arguments=given)
+    message = read(prompt(ChatMessage(role="assistant", tool_calls=[call])), "chat").messages[0]
+    assert message["tool_calls"][0]["function"] == {"name": "f" * 128, "arguments": shown}
 
 
 @pytest.mark.parametrize(

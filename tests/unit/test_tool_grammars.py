@@ -13,7 +13,7 @@ from baton.gateway.parsers import deepseek
 from baton.gateway.parsers.reader import Call, Text
 from baton.gateway.parsers.registry import TOOL_PARSERS, make_parser
 from baton.gateway.token_log import ChoiceLog
-from baton.gateway.tool_grammars import constrain
+from baton.gateway.tool_grammars import constrain, unenforced
 from baton.grammar.base import GrammarError, GrammarSpec
 from baton.grammar.llguidance import LlguidanceBackend
 from baton.rpc.errors import BatonError
@@ -134,6 +134,9 @@ def test_a_named_tool_and_one_call(backend, tokenizer):
     named = grammar(tokenizer, name="get_weather")
     assert accepts(backend, tokenizer, named, CALL)
     assert not accepts(backend, tokenizer, named, other)
+    assert not accepts(backend, tokenizer, named, f"{CALL}\n{CALL}")
+    several = grammar(tokenizer, name="get_weather", parallel_tool_calls=True)
+    assert accepts(backend, tokenizer, several, f"{CALL}\n{CALL}")
     single = grammar(tokenizer, parallel_tool_calls=False)
     assert accepts(backend, tokenizer, single, CALL)
     assert not accepts(backend, tokenizer, single, f"{CALL}\n{CALL}")
@@ -221,6 +224,39 @@ def test_strict_functions_beside_a_free_answer(backend, tokenizer):
         assert accepts(backend, tokenizer, made, good), good
     assert not accepts(backend, tokenizer, made, CALL.replace('"c"', '"k"'))
     assert grammar(tokenizer, mode="AUTO") is None and grammar(tokenizer, mode="NONE", tools=tools) is None
+
+
+@pytest.mark.parametrize("mode", ["AUTO", "REQUIRED"])
+def test_only_allowed_tools_are_called(backend, tokenizer, mode):
+    other = CALL.replace("get_weather", "time").replace('{"unit": "c"}', "{}")
+    tools = [*TOOLS, Tool(name="third")]
+    prompt = ChatPrompt(tools=tools, tool_choice={"mode": f"MODE_{mode}", "allowed": ["time", "third"]})
+    made = constrain(
+        prompt, SamplingParams(), tokenizer.vocabulary, ("hermes", ""), reasons=False, opened=False
+    )
+    assert accepts(backend, tokenizer, made, other)
+    assert not accepts(backend, tokenizer, made, CALL)
+    assert accepts(backend, tokenizer, made, "Hello") == (mode == "AUTO")
+
+
+def test_a_tool_is_held_to_its_schema_as_far_as_can_be(backend, tokenizer):
+    large = 2**53 + 1
+    schema = {
+        "type": "object",
+        "properties": {"ids": {"type": "array", "uniqueItems": True, "items": {"enum": [large]}}},
+        "required": ["ids"],
+    }
+    tool = Tool(name="f", parameters=json.dumps(schema))
+    made = grammar(tokenizer, tools=[tool])
+    assert unenforced(ChatPrompt(tools=[tool], tool_choice=REQUIRED)) == {"tools.f.uniqueItems"}
+    assert unenforced(ChatPrompt(tools=[tool])) == set()
+    call = '<tool_call>\n{"name": "f", "arguments": {"ids": [IDS]}}\n</tool_call>'
+    assert accepts(backend, tokenizer, made, call.replace("IDS", f"{large}, {large}"))
+    assert not accepts(backend, tokenizer, made, call.replace("IDS", f"{large - 1}"))
+    tool.strict = True
+    with pytest.raises(BatonError, match=r"schema of f: properties\.ids\.uniqueItems cannot") as caught:
+        grammar(tokenizer, tools=[tool])
+    assert (caught.value.field, caught.value.reason) == ("chat.tools", "INVALID_GRAMMAR")
 
 
 def written(form, marked, *arguments):

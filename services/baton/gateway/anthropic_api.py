@@ -16,6 +16,7 @@ from baton.gateway.http_requests import BodyReader, grammar_field, name_ignored,
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.recorded_calls import recorded_call
+from baton.gateway.tool_grammars import unenforced
 from baton.gateway.typed_events import OF_TOOLS, Json, TypedAnswer, naming_body, naming_fields, respond
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
@@ -40,8 +41,9 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
     async def messages(request: Request) -> Response:
         with naming_fields(TAGGED, NAMES):
             body = await bodies.read_starts(request, MessagesRequest, lambda body: [messages_start(body)])
-        unread = unread_arguments(gateway, body.made[0].chat)
-        ignored = body.ignored | {_FIELDS.get(name, name) for name in unread}
+        chat = body.made[0].chat
+        unread = unread_arguments(gateway, chat)
+        ignored = body.ignored | {_FIELDS.get(name, name) for name in unread} | unenforced(chat)
         naming = partial(naming_body, TAGGED, NAMES, grammar_field(body.made[0], "output_config.format"))
         async with running(gateway, body.made, request, naming) as job:
             made = MessagesAnswer(job, body.request.model)

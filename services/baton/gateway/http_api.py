@@ -41,6 +41,7 @@ from baton.gateway.openapi import document
 from baton.gateway.responses_api import add_responses
 from baton.gateway.scores_api import add_scores
 from baton.gateway.tokenize_api import add_tokens
+from baton.gateway.tool_grammars import unenforced
 from baton.rpc.errors import BatonError
 from baton.rpc.metrics import exposition
 from baton.v1 import inference_pb2
@@ -109,7 +110,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await bodies.read_starts(request, ChatRequest, lambda request: [chat_start(request)])
-        ignored = body.ignored | unread_arguments(gateway, body.made[0].chat)
+        chat = body.made[0].chat
+        ignored = body.ignored | unread_arguments(gateway, chat) | unenforced(chat)
         naming = partial(naming_grammar_field, grammar_field(body.made[0], body.request.grammar_field))
         async with running(gateway, body.made, request, naming) as job:
             answer = ChatAnswer(job, body.request)

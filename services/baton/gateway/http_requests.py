@@ -126,7 +126,8 @@ def grammar_field(start: inference_pb2.GenerateStart, answer: str) -> str:
     required = start.chat.tool_choice.mode == tokenizer_pb2.ToolChoice.MODE_REQUIRED
     if required or not start.sampling.HasField("grammar"):
         return "tools"
-    return f"{answer} or tools" if any(tool.strict for tool in start.chat.tools) else answer
+    held = any(tool.strict for tool in start.chat.tools) or bool(start.chat.tool_choice.allowed)
+    return f"{answer} or tools" if held else answer
 
 
 @contextmanager

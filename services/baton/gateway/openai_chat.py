@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from baton.gateway.images import IMAGE, PART, ChatImage, image_or_part
 from baton.gateway.openai_errors import ApiError, invalid_value
-from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
+from baton.gateway.openai_fields import Elements, Int32, Int64, Strict, call_arguments
 from baton.gateway.openai_protocol import (
     COMMON_HINTS,
     OTHER_SERVERS,
@@ -84,7 +84,7 @@ class CalledFunction(Strict):
     HINTS: ClassVar[Mapping[str, str]] = {"parsed_arguments": "are the arguments once more"}
 
     name: str
-    arguments: str = ""
+    arguments: Annotated[str, call_arguments("messages.tool_calls.function.arguments")] = ""
 
 
 class CalledTool(Strict):
@@ -156,6 +156,34 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+class Allowed(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[Elements[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(Strict):
+    """All tools are shown to the model, and it may call some of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+def kind_of_choice(given: Any) -> str:
+    """The name of the branch of a union that a tool_choice is of."""
+    if isinstance(given, str):
+        return "str"
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "")
+    return "AllowedTools" if kind == "allowed_tools" else "NamedTool"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")]
+    | Annotated[NamedTool, Tag("NamedTool")]
+    | Annotated[AllowedTools, Tag("AllowedTools")],
+    Discriminator(kind_of_choice),
+]
+
+
 class Reasoning(Strict):
     PLACE = "reasoning"
     HINTS: ClassVar[Mapping[str, str]] = {
@@ -191,7 +219,7 @@ class ChatRequest(CommonRequest):
     top_logprobs: Int32 | None = None
     response_format: ResponseFormat | None = None
     tools: Elements[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: EFFORTS | None = None
     modalities: Elements[Literal["text"]] | None = None
@@ -302,6 +330,9 @@ def _choose(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
     if isinstance(choice, NamedTool):
         chat.tool_choice.mode = tokenizer_pb2.ToolChoice.MODE_REQUIRED
         chat.tool_choice.name = choice.function.name
+    elif isinstance(choice, AllowedTools):
+        chat.tool_choice.mode = TOOL_MODES[choice.allowed_tools.mode]
+        chat.tool_choice.allowed.extend(tool.function.name for tool in choice.allowed_tools.tools)
     elif choice is not None:
         chat.tool_choice.mode = TOOL_MODES[choice]
     if request.parallel_tool_calls is not None:

@@ -141,12 +141,16 @@ def _param(field: str) -> str:
     field = field.removeprefix("sampling.").removeprefix("chat.")
     field = re.sub(r"(tools|tool_calls)\[(\d+)\]\.(?!type|id)(\w+)$", r"\1[\2].function.\3", field)
     field = field.replace("tool_choice.name", "tool_choice.function.name")
+    field = re.sub(r"^tool_choice\.allowed\b", "tool_choice.allowed_tools.tools", field)
     return field.replace("template_arguments", "chat_template_kwargs")
+
+
+_BRANCHES = ("str", "int", "none", "nullable", "NamedTool", "AllowedTools")
 
 
 def _names_a_type(part: str | int) -> bool:
     """Parts of a location that name the branch of a union (such as "list[str]") rather than a field."""
-    return isinstance(part, str) and (part in ("str", "int", "none", "nullable", "NamedTool") or "[" in part)
+    return isinstance(part, str) and (part in _BRANCHES or "[" in part)
 
 
 def _indices(parts: tuple[str | int, ...]) -> list[int]:

@@ -17,6 +17,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from baton.tokenizer.conversation import earlier_arguments
+
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -36,6 +38,17 @@ class Reading:
     omit_images: bool = False
     ignored: set[str] = field(default_factory=set)
     """Fields that were given and have no effect here."""
+
+
+def call_arguments(place: str) -> AfterValidator:
+    """Names arguments of an earlier call that are no JSON object: the model sees them as one string."""
+
+    def check(text: str, info: ValidationInfo) -> str:
+        if isinstance(info.context, Reading) and earlier_arguments(text) is None:
+            info.context.ignored.add(place)
+        return text
+
+    return AfterValidator(check)
 
 
 class Strict(BaseModel):

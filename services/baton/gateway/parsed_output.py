@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from baton.gateway.parsers.reader import Call, Event, Reader, Reasoning, Text
 from baton.gateway.parsers.registry import REASONING_PARSERS, make_parser
-from baton.gateway.tool_grammars import constrain
+from baton.gateway.tool_grammars import callable_tools, constrain, most_calls
 from baton.rpc.errors import invalid
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
@@ -91,8 +91,7 @@ class OutputParsers:
         """rendered: the end of the prompt's text. Raises BatonError for tools where it is not known how the
         model calls them."""
         self._formats = (model.tool_format, model.reasoning_format)
-        offered = chat.tools if chat.tool_choice.mode != tokenizer_pb2.ToolChoice.MODE_NONE else ()
-        self._tools = {tool.name: tool.parameters for tool in offered}
+        self._tools = {tool.name: tool.parameters for tool in callable_tools(chat)}
         if self._tools and not model.tool_format:
             text = "chat.tools: how this model calls tools is not known; give the gateway --tool-parser"
             raise invalid("chat.tools", text)
@@ -106,8 +105,7 @@ class OutputParsers:
             self._opened, over = end.endswith(begins), end.endswith(ends)
         self._reasons = model.reasoning_format in REASONING_PARSERS and not over
         self._chat = chat
-        single = chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls
-        self._most_calls = 1 if single else 0
+        self._most_calls = most_calls(chat)
 
     def constrain(self, sampling: common_pb2.SamplingParams, vocabulary: Vocabulary) -> None:
         """Gives the parameters a grammar that holds the output to the tools, and holds what comes after the

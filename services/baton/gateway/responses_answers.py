@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.gateway.openai_errors import ApiError
-from baton.gateway.responses_protocol import NamedTool, ResponsesRequest
+from baton.gateway.responses_protocol import ResponsesRequest
 from baton.gateway.typed_events import Json, TypedAnswer
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
@@ -224,7 +224,9 @@ def _head(request: ResponsesRequest, id: str) -> Json:
         shown = {"type": format.type}
         if format.schema_ is not None:
             shown |= {"name": "schema", "schema": format.schema_, "strict": True, "description": None}
-    choice = request.tool_choice
+    choice: Any = request.tool_choice or "auto"
+    if not isinstance(choice, str):
+        choice = choice.model_dump()
     effort = request.reasoning.effort if request.reasoning is not None else None
     return {
         "id": id,
@@ -247,7 +249,7 @@ def _head(request: ResponsesRequest, id: str) -> Json:
         "frequency_penalty": request.frequency_penalty or 0.0,
         "top_logprobs": 0,
         "text": {"format": shown},
-        "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
+        "tool_choice": choice,
         "tools": [tool.model_dump() for tool in request.functions],
         "max_tool_calls": None,
         "truncation": "disabled",

@@ -18,6 +18,7 @@ from baton.gateway.response_store import ResponseStore, StoredResponse
 from baton.gateway.responses_answers import ResponseAnswer, response_id
 from baton.gateway.responses_items import input_messages
 from baton.gateway.responses_protocol import Conversation, ResponsesRequest, response_start
+from baton.gateway.tool_grammars import unenforced
 from baton.gateway.typed_events import OF_TOOLS, Json, naming_body, naming_fields, respond
 from baton.v1 import inference_pb2, tokenizer_pb2
 
@@ -64,7 +65,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
         with naming_fields(TAGGED, NAMES):
             body = await bodies.read_starts(request, ResponsesRequest, starts)
-        asked, ignored = body.request, set(body.ignored)
+        asked, ignored = body.request, body.ignored | unenforced(body.made[0].chat)
         if len(asked.functions) < len(asked.tools or ()):
             ignored.add("tools")
 

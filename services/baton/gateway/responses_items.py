@@ -12,7 +12,7 @@ from pydantic import Discriminator, Tag
 
 from baton.gateway.images import IMAGE, PART, InputImage, image_or_part
 from baton.gateway.openai_errors import invalid_value
-from baton.gateway.openai_fields import Elements, Strict
+from baton.gateway.openai_fields import Elements, Strict, call_arguments
 from baton.v1 import tokenizer_pb2
 
 Messages = list[tokenizer_pb2.ChatMessage]
@@ -64,7 +64,7 @@ class CallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Annotated[str, call_arguments("input.arguments")]
 
 
 class OutputItem(Item):

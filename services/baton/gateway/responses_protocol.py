@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from baton.gateway.openai_chat import TOOL_MODES, Reasoning
+from baton.gateway.openai_chat import TOOL_MODES, Reasoning, kind_of_choice
 from baton.gateway.openai_errors import ApiError, invalid_value
 from baton.gateway.openai_fields import Elements, Int64, Strict, TopK
 from baton.gateway.responses_items import InputItem, ReasoningItem, input_messages
@@ -43,6 +43,19 @@ class NamedTool(Strict):
     name: str
 
 
+class AllowedTools(Strict):
+    """All tools are shown to the model, and it may call some of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Elements[dict[str, Any]]
+
+    @property
+    def names(self) -> list[str]:
+        """Of functions; what is not run by clients is left out."""
+        return [str(tool.get("name", "")) for tool in self.tools if tool.get("type") == "function"]
+
+
 class FunctionTool(Strict):
     PLACE = "tools"
     HINTS: ClassVar[Mapping[str, str]] = {"defer_loading": "all tools are shown to the model"}
@@ -62,6 +75,14 @@ def _tool_kind(value: Any) -> str:
 Tool = Annotated[
     Annotated[FunctionTool, Tag("function")] | Annotated[dict[str, Any], Tag("other")],
     Discriminator(_tool_kind),
+]
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")]
+    | Annotated[NamedTool, Tag("NamedTool")]
+    | Annotated[AllowedTools, Tag("AllowedTools")],
+    Discriminator(kind_of_choice),
 ]
 
 
@@ -115,7 +136,7 @@ class ResponsesRequest(Conversation):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     tools: Elements[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -218,6 +239,12 @@ def _add_tools(request: ResponsesRequest, chat: tokenizer_pb2.ChatPrompt) -> Non
     if isinstance(choice, NamedTool):
         chat.tool_choice.mode = tokenizer_pb2.ToolChoice.MODE_REQUIRED
         chat.tool_choice.name = choice.name
+    elif isinstance(choice, AllowedTools):
+        if not choice.names and choice.mode == "required":
+            text = "tool_choice.tools names no function, and one is to be called"
+            raise invalid_value("tool_choice.tools", text)
+        chat.tool_choice.mode = TOOL_MODES[choice.mode if choice.names else "none"]
+        chat.tool_choice.allowed.extend(choice.names)
     elif choice is not None and (chat.tools or choice == "required"):
         chat.tool_choice.mode = TOOL_MODES[choice]
     if request.parallel_tool_calls is not None:

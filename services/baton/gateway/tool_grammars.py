@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from baton.gateway.parsers.deepseek import BEGIN, CALL, CALL_END, END, SEP
@@ -20,15 +21,45 @@ from baton.gateway.parsers.hermes import CLOSE, OPEN
 from baton.gateway.parsers.llama import WholeAnswer
 from baton.gateway.parsers.registry import TOOL_PARSERS
 from baton.gateway.parsers.think import Think
-from baton.rpc.errors import invalid
+from baton.gateway.parsers.tools import NAME
+from baton.grammar.json_literals import WHITESPACE, as_lark, dumps
+from baton.grammar.json_schema import Rewritten, SchemaError, rewrite
+from baton.rpc.errors import BatonError, invalid
 from baton.rpc.validate import MAX_GRAMMAR_BYTES
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, tokenizer_pb2
 
 MAX_CALLS = 16
 """In an answer that must call tools."""
-_SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
-"""Between the tokens of a JSON text; without a limit some models write spaces for ever."""
+_SPACE = {"whitespace_pattern": WHITESPACE}
+
+
+def callable_tools(chat: tokenizer_pb2.ChatPrompt) -> list[tokenizer_pb2.Tool]:
+    """The tools that an answer may call."""
+    choice = chat.tool_choice
+    if choice.mode == tokenizer_pb2.ToolChoice.MODE_NONE:
+        return []
+    names = {choice.name} if choice.name else set(choice.allowed)
+    return [tool for tool in chat.tools if not names or tool.name in names]
+
+
+def most_calls(chat: tokenizer_pb2.ChatPrompt) -> int:
+    """In an answer; 0: any number."""
+    if chat.HasField("parallel_tool_calls"):
+        return 0 if chat.parallel_tool_calls else 1
+    return 1 if chat.tool_choice.name else 0
+
+
+def unenforced(chat: tokenizer_pb2.ChatPrompt) -> set[str]:
+    """Keywords of schemas that an answer is not held to which must call a tool, as `tools.NAME.KEYWORD`."""
+    found: set[str] = set()
+    if chat.tool_choice.mode != tokenizer_pb2.ToolChoice.MODE_REQUIRED:
+        return found
+    for tool in callable_tools(chat):
+        if tool.parameters and not tool.strict and NAME.fullmatch(tool.name):
+            with suppress(BatonError):  # which `constrain` raises
+                found |= {f"tools.{tool.name}.{keyword}" for keyword in _rewritten(tool).unenforced}
+    return found
 
 
 def constrain(
@@ -47,10 +78,10 @@ def constrain(
     """
     mode = chat.tool_choice.mode
     required = mode == tokenizer_pb2.ToolChoice.MODE_REQUIRED
-    tools = [] if mode == tokenizer_pb2.ToolChoice.MODE_NONE else list(chat.tools)
-    strict = any(tool.strict for tool in tools)
+    tools = callable_tools(chat)
+    held = any(tool.strict for tool in tools) or bool(chat.tool_choice.allowed)
     answer = sampling.grammar if sampling.HasField("grammar") and not required else None
-    if not (required or strict or (answer is not None and (tools or reasons))):
+    if not (required or held or (answer is not None and (tools or reasons))):
         return None
     if sampling.ignore_eos:
         text = "sampling.ignore_eos cannot be true beside tools that must be called in their form"
@@ -58,10 +89,8 @@ def constrain(
     if sum(len(tool.parameters) for tool in tools) > MAX_GRAMMAR_BYTES:
         text = f"chat.tools: their schemas have more than the {MAX_GRAMMAR_BYTES} bytes that can be enforced"
         raise invalid("chat.tools", text)
-    if required and chat.tool_choice.name:
-        tools = [tool for tool in tools if tool.name == chat.tool_choice.name]
-    most = 1 if chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls else MAX_CALLS
     writer = _Writer(vocabulary, tools, loose=not required)
+    most = most_calls(chat) or MAX_CALLS
     lines = writer.write(formats, most, required, answer, reasons=reasons, opened=opened)
     return common_pb2.Grammar(lark="\n".join(lines))
 
@@ -262,10 +291,34 @@ def _answer(grammar: common_pb2.Grammar) -> list[str]:
     raise invalid("sampling.grammar", text)
 
 
+def _rewritten(tool: tokenizer_pb2.Tool) -> Rewritten:
+    """The schema of the arguments; of a tool that is not strict, as far as it can be enforced. Raises
+    BatonError."""
+    try:
+        made = rewrite(
+            json.loads(tool.parameters or '{"type":"object","properties":{}}'), loose=not tool.strict
+        )
+        options = made.schema.get("x-guidance") if isinstance(made.schema, dict) else None
+        lenient = isinstance(options, dict) and options.get("lenient")
+        if tool.strict and made.unenforced and not lenient:
+            raise SchemaError(f"{', '.join(made.unenforced[:8])} cannot be enforced")
+        as_lark(made.schema, "literals")  # raises SchemaError
+    except (ValueError, RecursionError) as error:
+        raise _invalid_schema(tool, str(error)) from None
+    if not isinstance(made.schema, dict):
+        raise _invalid_schema(tool, "it is no object")
+    return made
+
+
+def _invalid_schema(tool: tokenizer_pb2.Tool, why: str) -> BatonError:
+    text = f"chat.tools: the schema of {tool.name}: {why}"
+    return invalid("chat.tools", text, "INVALID_GRAMMAR")
+
+
 def _schema(tool: tokenizer_pb2.Tool, *, any_object: bool) -> str:
     schema: dict[str, Any] = {"type": "object"}
     if not any_object:
-        schema = json.loads(tool.parameters) if tool.parameters else {"type": "object", "properties": {}}
+        schema = dict(_rewritten(tool).schema)
         kind = schema.get("type", "object")
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             text = f"chat.tools: the schema of {tool.name} is of no object, which arguments are"
@@ -279,12 +332,8 @@ def _schema(tool: tokenizer_pb2.Tool, *, any_object: bool) -> str:
 def _spaced(schema: dict[str, Any]) -> str:
     """Its text, with the options that it does not have itself."""
     own = schema.get("x-guidance", {})
-    return _dumps({**schema, "x-guidance": {**_SPACE, **own} if isinstance(own, dict) else own})
+    return dumps({**schema, "x-guidance": {**_SPACE, **own} if isinstance(own, dict) else own})
 
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

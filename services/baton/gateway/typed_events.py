@@ -51,6 +51,7 @@ Names = Sequence[tuple[str, str]]
 OF_TOOLS: Names = (
     (r"^(tools\[\d+\])\.function\b", r"\1"),
     (r"^tool_choice\.function\.name$", "tool_choice.name"),
+    (r"^tool_choice\.allowed_tools\.", "tool_choice."),
 )
 
 

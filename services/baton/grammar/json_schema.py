@@ -220,7 +220,7 @@ class _Rewriter:
             else:
                 self._not_enforced(made, "patternProperties", path)
                 if self._loose:
-                    made.pop("additionalProperties", None)
+                    made["additionalProperties"] = True
 
     def _unions(self, made: dict[str, Value], path: str) -> None:
         if self._loose and "oneOf" in made:

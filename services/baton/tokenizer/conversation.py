@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from baton.rpc.errors import invalid
+from baton.rpc.errors import BatonError, invalid
 from baton.v1 import tokenizer_pb2
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -30,7 +30,9 @@ RESERVED = frozenset(
     )
 )
 """Names that template_arguments may not have: arguments of `apply_chat_template`, and what templates call."""
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+RAW_ARGUMENTS = "raw_arguments"
+"""The key under which a template sees arguments of an earlier call that are no JSON object."""
 
 Value = Any
 """Of JSON."""
@@ -135,7 +137,9 @@ def _check_continued(chat: tokenizer_pb2.ChatPrompt, field: str) -> None:
 
 def _call(call: tokenizer_pb2.ToolCall, name: str, calls: dict[str, str]) -> dict[str, Value]:
     _check_name(call.name, f"{name}.name")
-    arguments = _json_object(call.arguments or "{}", f"{name}.arguments")
+    arguments = earlier_arguments(call.arguments)
+    if arguments is None:
+        arguments = {RAW_ARGUMENTS: call.arguments}
     if call.id:
         calls[call.id] = call.name
     return {
@@ -169,15 +173,30 @@ def _tools(chat: tokenizer_pb2.ChatPrompt, name: str) -> list[dict[str, Value]]:
         text = f"{name}.tool_choice: a call is required, but there are no tools"
         raise invalid(f"{name}.tool_choice", text)
     if choice.name and choice.name not in seen:
-        text = f"{name}.tool_choice.name is {choice.name[:64]!r}, which is none of the tools"
+        text = f"{name}.tool_choice.name is {choice.name[:128]!r}, which is none of the tools"
         raise invalid(f"{name}.tool_choice.name", text)
+    if choice.allowed and (choice.name or choice.mode == tokenizer_pb2.ToolChoice.MODE_NONE):
+        text = f"{name}.tool_choice.allowed: not with a name or MODE_NONE"
+        raise invalid(f"{name}.tool_choice.allowed", text)
+    for index, each in enumerate(choice.allowed):
+        if each not in seen:
+            where = f"{name}.tool_choice.allowed[{index}]"
+            raise invalid(where, f"{where} is {each[:128]!r}, which is none of the tools")
     return found
 
 
 def _check_name(given: str, field: str) -> None:
     if not _NAME.fullmatch(given):
-        form = "1 to 64 letters, digits, underscores, hyphens and dots"
-        raise invalid(field, f"{field} is {given[:64]!r}; a name has {form}")
+        form = "1 to 128 letters, digits, underscores, hyphens and dots"
+        raise invalid(field, f"{field} is {given[:128]!r}; a name has {form}")
+
+
+def earlier_arguments(text: str) -> dict[str, Value] | None:
+    """Of a call in the history; None: they are no JSON object: they were cut off, or come from elsewhere."""
+    try:
+        return _json_object("{}" if text.strip() in ("", "null") else text, "arguments")
+    except BatonError:
+        return None
 
 
 def _json_object(text: str, field: str) -> dict[str, Value]:

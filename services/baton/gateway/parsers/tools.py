@@ -208,4 +208,4 @@ def _kinds(schema: Any, depth: int) -> set[str]:
     return found
 
 
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
