@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import os
 import shutil
 import signal
 import subprocess
@@ -15,8 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
-from baton.cli.deployment import free_ports
+from baton.cli.deployment import Deployment, DeploymentPlan, free_ports
 from baton.cli.supervisor import RESTARTS_PER_MINUTE, Backoff, Child, ChildError, State, Supervisor
 
 CHILD = Path(__file__).with_name("supervised_child.py")
@@ -235,3 +238,22 @@ def test_backoff_doubles_and_keeps_the_limit_per_minute() -> None:
     assert times[1] - times[0] < times[2] - times[1]
     for first, last in zip(times, times[RESTARTS_PER_MINUTE:], strict=False):
         assert last - first >= 60.0 - 1e-6
+
+
+KEEPS = """
+import os, signal, time
+from baton.transport.shm import Segment
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+segment = Segment.create(1, 4096, os.getpid())
+print("ready role", flush=True)
+time.sleep(60)
+"""
+
+
+async def test_killed_children_leave_no_shared_memory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("baton.cli.supervisor.STOP_MARGIN_SECONDS", 0.5)
+    plan = DeploymentPlan(program=(sys.executable, "-c", KEEPS), log_folder=tmp_path, drain_seconds=0.0)
+    async with Deployment(plan, Console(file=io.StringIO())) as deployment:
+        left = [Path("/dev/shm", f"baton-{os.geteuid()}-{child.pid:016x}") for child in deployment.children]
+        assert len(left) == 4 and all(map(os.path.exists, left))
+    assert not any(map(os.path.exists, left))

@@ -210,6 +210,9 @@ class Deployment:
                 self._secret.close()
             if self._own_logs is not None:
                 self._own_logs.close()
+            from baton.transport.shm import reap_orphans  # here: numpy would delay the start
+
+            reap_orphans()  # of workers that had to be killed
 
 
 def _gpus(plan: DeploymentPlan, workers: Sequence[tuple[str, str]]) -> dict[str, str]:
