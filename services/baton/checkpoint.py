@@ -32,7 +32,7 @@ def resolve(model: str, files: tuple[str, ...] = ALL_FILES) -> Path:
         return _checked(model_path(), model)
     if model in PACKAGES:
         return _packaged(model)
-    path = Path(model).expanduser()
+    path = _path(model)
     if model and path.is_dir():
         return _checked(path.resolve(), model)
     if model and path.is_file():
@@ -52,12 +52,20 @@ def resolve(model: str, files: tuple[str, ...] = ALL_FILES) -> Path:
 def model_name(model: str) -> str:
     """The name under which a model is served unless one is given: a directory's own name, a file's without
     its ending, or the id."""
-    path = Path(model).expanduser()
+    path = _path(model)
     if model == "demo" or model in PACKAGES:
         return model
     if path.is_dir():
         return path.resolve().name
     return (split_name(path.name) or path.stem) if path.is_file() else model
+
+
+def _path(model: str) -> Path:
+    path = Path(model)
+    try:
+        return path.expanduser()
+    except RuntimeError:  # ~somebody, whom this machine does not know
+        return path
 
 
 def split_name(name: str) -> str | None:

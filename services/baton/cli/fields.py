@@ -164,7 +164,7 @@ def read_config(path: Path, role: str) -> dict[str, Any]:
     type or is out of range.
     """
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise click.UsageError(f"cannot read {path}: {error}") from error
     values: dict[str, Any] = {}

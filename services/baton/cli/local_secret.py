@@ -10,11 +10,10 @@ import contextlib
 import fcntl
 import os
 import secrets
-import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from baton.cli.surroundings import private_folder, temporary_folder
 from baton.rpc.address import is_loopback, split_address
 from baton.rpc.authentication import read_secret, write_private
 from baton.rpc.errors import BatonError, failed_precondition
@@ -23,15 +22,10 @@ from baton.rpc.errors import BatonError, failed_precondition
 def folder() -> Path:
     """Made if it is not there. Raises BatonError if others can enter it."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    path = Path(runtime, "baton") if runtime else Path(tempfile.gettempdir(), f"baton-{os.geteuid()}")
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(0o700, parents=True)
-    about = path.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        raise failed_precondition(
-            f"{path} must be a folder of this user that nobody else can enter: remove it, or chmod 700 it"
-        )
-    return path
+    try:
+        return private_folder(Path(runtime, "baton")) if runtime else temporary_folder("")
+    except OSError as error:
+        raise failed_precondition(str(error)) from None
 
 
 def _file(address: str) -> Path:

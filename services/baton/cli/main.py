@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from baton import __version__
+from baton.cli import surroundings
 
 Commands = Mapping[str, Mapping[str, tuple[str, str]]]
 """Section -> command -> (module:attribute in baton.cli, short help)."""
@@ -132,6 +133,11 @@ def main(arguments: list[str] | None = None) -> None:
     # Else Python's child processes, multiprocessing's among them, import modules from the current directory,
     # where in /tmp anybody may have put them.
     os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        surroundings.check()
+    except OSError as error:
+        click.echo(f"baton: {error}", err=True)
+        sys.exit(2)
     try:
         result: Any = cli.main(args=arguments, prog_name="baton", standalone_mode=False)
         sys.stdout.flush()

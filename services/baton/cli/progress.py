@@ -21,6 +21,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from baton.cli.supervisor import Child, State
+from baton.cli.surroundings import temporary_folder
 from baton.rpc.errors import failed_precondition
 
 _COLOURS = {State.HEALTHY: "green", State.DIED: "red", State.LOADING: "yellow", State.STARTING: "yellow"}
@@ -147,8 +148,7 @@ def _parent() -> Path:
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
-        parent = Path(tempfile.gettempdir(), f"baton-logs-{os.geteuid()}")
-        parent.mkdir(mode=0o700, exist_ok=True)
+        parent = temporary_folder("logs-")
     return parent
 
 

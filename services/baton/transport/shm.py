@@ -15,6 +15,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import secrets
 import stat
 import struct
@@ -223,6 +224,12 @@ def _explain(error: Exception, size: int, directory: Path) -> str:
     code = error.errno if isinstance(error, OSError) else errno.EFBIG
     if code not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EINVAL):
         return f"cannot allocate the KV pool in {directory}: {error}"
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= limit < size:
+        return (
+            f"the KV pool needs {size / 2**30:.2f} GiB in one file, and none may have more than "
+            f"{limit / 2**30:.2f} GiB here: lower --kv-tokens, or raise the limit (ulimit -f)"
+        )
     space = os.statvfs(directory)
     free = space.f_bavail * space.f_frsize
     return (

@@ -1,0 +1,54 @@
+"""What a command needs of its surroundings: a home, a current directory, files of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import stat
+import tempfile
+from pathlib import Path
+
+LEAST_FILE_BYTES = 32 * 2**20
+"""A log becomes as long before it is rotated, and more."""
+
+
+def private_folder(path: Path) -> Path:
+    """The folder, made if it is not there. Raises OSError if others can enter it."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(0o700, parents=True)
+    about = path.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+        raise PermissionError(
+            f"{path} must be a folder of this user that nobody else can enter: remove it, or chmod 700 it"
+        )
+    return path
+
+
+def temporary_folder(name: str) -> Path:
+    """A private folder of this user in the system's folder for temporary files. Raises OSError."""
+    return private_folder(Path(tempfile.gettempdir(), f"baton-{name}{os.geteuid()}"))
+
+
+def check() -> None:
+    """Raises OSError with one line that says what to do. Where a user has neither HOME nor an entry in
+    passwd, HOME becomes a temporary folder: libraries keep their caches there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise FileNotFoundError("the current directory is not there any more: go to another one") from None
+    os.umask(mask := os.umask(0o077))
+    if mask & 0o700:
+        raise PermissionError(
+            f"umask {mask:03o} keeps this user from its own files: set another, such as 022"
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= limit < LEAST_FILE_BYTES:
+        least = LEAST_FILE_BYTES // 1024
+        raise OSError(
+            f"no file may have more than {limit} bytes here: allow {least} KiB at least (ulimit -f)"
+        )
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = str(temporary_folder("home-"))
