@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import sys
+import time
 
 import grpc
 import pytest
@@ -312,6 +313,35 @@ def copy_of_demo(folder, **changes):
     content = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
     return folder
+
+
+PANICS = "a" * 40 + "b"
+"""A text on which the library gives up: the expression below backtracks beyond its limit."""
+
+
+def panicking(folder):
+    """A model whose tokenizer panics at PANICS."""
+    path = copy_of_demo(folder) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(?=(a+)+[^ab])a"}, "content": "b"}
+    path.write_text(json.dumps(content))
+    return folder
+
+
+async def test_a_text_on_which_the_library_panics_fails_alone_and_at_once(tmp_path):
+    async with Service(model=str(panicking(tmp_path))) as service:
+        before = time.monotonic()
+        results = await service.encode(
+            EncodeInput(text="x"), EncodeInput(text=PANICS), chat(("user", "x")), chat(("user", PANICS))
+        )
+        assert time.monotonic() - before < 10
+        fields = [from_status(each.error).field if each.HasField("error") else None for each in results]
+        assert fields == [None, "inputs[1].text", None, "inputs[3].chat"]
+        assert results[0].token_ids and results[2].token_ids
+        error = from_status(results[1].error)
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOKENIZER_FAILED")
+        assert "retry-limit" in error.message
+        assert (await service.load()).requests == 0
 
 
 async def test_a_model_without_a_chat_template(tmp_path):

@@ -22,7 +22,17 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.rpc.errors import BatonError, OnRefused, abort, invalid, refusing, unavailable, without_frames
+from baton.rpc.errors import (
+    BatonError,
+    OnRefused,
+    abort,
+    internal,
+    invalid,
+    refusing,
+    unavailable,
+    without_frames,
+)
+from baton.rpc.logs import get_logger
 from baton.rpc.message_scan import MessageScan
 
 INLINE_BYTES = 2**14
@@ -30,6 +40,8 @@ INLINE_BYTES = 2**14
 malformed, the field is not named: the search takes a microsecond and a hundred bytes for each field."""
 MAX_DEPTH = 16
 _LENGTH_DELIMITED = 2
+_PYTHONS_OWN = (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+_log = get_logger()
 _STREAMS = {False: "unary", True: "stream"}
 
 
@@ -147,6 +159,15 @@ def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> A
         # The status may wait for as long as its client takes nothing: no request waits with it.
         await abort(context, without_frames(error))
 
+    async def fail(error: BaseException, context: grpc.aio.ServicerContext) -> None:
+        """Ends the call where a library of Rust has panicked: gRPC would never answer it."""
+        if isinstance(
+            error, (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+        ):
+            raise error
+        _log.error("panic", error=f"{type(error).__name__}: {error}"[:1000])
+        await refuse(internal(f"{type(error).__name__} while answering the call"), context)
+
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
             async with aclosing(behaviour(await given(request, context), context)) as responses:
@@ -154,12 +175,20 @@ def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> A
                     yield response
         except BatonError as error:
             await refuse(error, context)
+        except _PYTHONS_OWN:
+            raise
+        except BaseException as error:
+            await fail(error, context)
 
     async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
             return await behaviour(await given(request, context), context)
         except BatonError as error:
             await refuse(error, context)
+        except _PYTHONS_OWN:
+            raise
+        except BaseException as error:
+            await fail(error, context)
 
     return generate if inspect.isasyncgenfunction(behaviour) else run
 

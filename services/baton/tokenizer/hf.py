@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,22 @@ class TemplateFailed(Exception):
     """The chat template refused the messages; says why."""
 
 
+class EncodingFailed(Exception):
+    """The library cannot encode a text; says why."""
+
+
+@contextmanager
+def _raising(kind: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Whatever the library raises, as an error of this kind. Its panics (a bug, a limit of its regular
+    expressions) are no Exception, and nobody else would catch them."""
+    try:
+        yield
+    except (kind, asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise kind(prefix + _one_line(error)) from error
+
+
 @dataclass(frozen=True, slots=True)
 class HFTokenizer:
     """Thread-safe: nothing changes after load()."""
@@ -61,12 +79,13 @@ class HFTokenizer:
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. An empty text has only those that the tokenizer adds itself.
 
-        Strings such as "<|im_end|>" in a text become the special token that they name.
+        Strings such as "<|im_end|>" in a text become the special token that they name. Raises EncodingFailed.
         """
         backend = self._tokenizer.backend_tokenizer
         # The backend, rather than the tokenizer: the latter sets padding and truncation on it at every call,
         # which fails when two threads do so at once.
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        with _raising(EncodingFailed):
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     @property
@@ -121,10 +140,11 @@ class HFTokenizer:
             raise TemplateFailed(_one_line(error)) from error
 
     def encode_chats(self, rendered: Sequence[Rendered], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each."""
+        """Token ids of each. Raises EncodingFailed."""
         if self._chat_encoder is None:
             return self.encode([each.text for each in rendered], add_special_tokens)
-        return self._chat_encoder.encode(rendered, add_special_tokens)
+        with _raising(EncodingFailed):
+            return self._chat_encoder.encode(rendered, add_special_tokens)
 
 
 def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
@@ -136,12 +156,8 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if path.is_file():
         file = GgufFile(path)
-        try:
+        with _raising(CheckpointError, f"cannot read the tokenizer in {path}: "):
             tokenizer = read_tokenizer(file)
-        except CheckpointError:
-            raise
-        except Exception as error:  # the library may raise anything
-            raise CheckpointError(f"cannot read the tokenizer in {path}: {_one_line(error)}") from error
         tokens = size = len(file.metadata["tokenizer.ggml.tokens"])
         eos, context = file.end_token_ids(), file.value("*.context_length", int)
         recommended = common_pb2.SamplingParams()
@@ -188,10 +204,8 @@ def _read_tokenizer(path: Path) -> Any:
     if not any(any(path.glob(pattern)) for pattern in SOURCES):
         # AutoTokenizer would silently make an empty tokenizer from config.json alone.
         raise CheckpointError(f"{path} has no tokenizer files; tokenizer.json is the one to have")
-    try:
+    with _raising(CheckpointError, f"cannot read the tokenizer in {path}: "):
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the library may raise anything
-        raise CheckpointError(f"cannot read the tokenizer in {path}: {_one_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"{path} has no tokenizer.json, nor files that it can be made from")
     return tokenizer
@@ -249,5 +263,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -28,7 +28,7 @@ from baton.rpc.validate import check_token_ids
 from baton.tokenizer.chat import Rendered
 from baton.tokenizer.conversation import read
 from baton.tokenizer.detokenize import Detokenizer, decode
-from baton.tokenizer.hf import HFTokenizer, NoChatTemplate, TemplateFailed
+from baton.tokenizer.hf import EncodingFailed, HFTokenizer, NoChatTemplate, TemplateFailed
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.tracing.recorder import Kind, Recorder
 from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
@@ -318,13 +318,30 @@ def encode_all(
                 raise invalid(f"inputs[{index}]", f"inputs[{index}]: give text or chat")
         except BatonError as error:
             result.error.CopyFrom(to_status(error))
-    encoders: dict[str, Callable[[list[Any], bool], list[list[int]]]]
-    encoders = {"text": tokenizer.encode, "chat": tokenizer.encode_chats}
+    encoders: dict[str, _Encode] = {"text": tokenizer.encode, "chat": tokenizer.encode_chats}
     for (kind, special), batch in batches.items():
-        encoded = encoders[kind]([each for _, each in batch], special)
-        for (index, _), token_ids in zip(batch, encoded, strict=True):
-            results[index].token_ids.extend(token_ids)
+        encoded = _encode(encoders[kind], [each for _, each in batch], special)
+        for (index, _), tokens in zip(batch, encoded, strict=True):
+            if isinstance(tokens, EncodingFailed):
+                field = f"inputs[{index}].{kind}"
+                text = f"{field}: the model's tokenizer cannot encode this text: {tokens}"
+                results[index].error.CopyFrom(to_status(invalid(field, text, "TOKENIZER_FAILED")))
+            else:
+                results[index].token_ids.extend(tokens)
     return results
+
+
+_Encode = Callable[[list[Any], bool], list[list[int]]]
+
+
+def _encode(encode: _Encode, batch: list[Any], special: bool) -> Sequence[list[int] | EncodingFailed]:
+    """Where the batch fails, each by itself."""
+    try:
+        return encode(batch, special)
+    except EncodingFailed as error:
+        if len(batch) == 1:
+            return [error]
+        return [_encode(encode, [each], special)[0] for each in batch]
 
 
 def _render(tokenizer: HFTokenizer, chat: tokenizer_pb2.ChatPrompt, field: str) -> Rendered:
