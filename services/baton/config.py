@@ -33,6 +33,10 @@ class NodeConfig:
     """host:port that others reach this process at; empty: as bound."""
     http_port: int | None = 0
     """Port of the HTTP server with /metrics (and the gateway's HTTP APIs); 0: a free one; none: off."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in the Host header, such as a proxy's, that HTTP on the loopback answers to beside addresses and
+    localhost; * is any. A gateway with --api-keys, and a process that other machines can reach, answer to
+    any."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """debug, info, warning or error."""
     log_format: Literal["text", "json"] = "text"

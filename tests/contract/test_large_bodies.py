@@ -12,7 +12,9 @@ import pytest
 from gateway_rig import gateway
 from scripted_decode import ScriptedDecode, saying
 
+from baton.gateway import json_body
 from baton.gateway.json_body import MAX_ESCAPES, MAX_FIELDS, MAX_VALUES
+from baton.gateway.openai_errors import ApiError
 
 LIMIT = 16 * 2**20
 LOOP_SECONDS = 0.1
@@ -92,6 +94,14 @@ def bodies() -> dict[str, tuple[str, str]]:
         ),
         "commas in a string": completion('"' + "," * (LIMIT - 128) + '"'),
         "commas": completion("," * (LIMIT - 128)),
+        "strings without commas": completion('""' * (LIMIT // 2 - 64)),
+        "as many strings as are allowed": completion(array('"a"', MAX_VALUES - 8)),
+        "an unknown key": completion('"a"', f', "{"k" * (LIMIT - 256)}": 1'),
+        "a long role": chat(f'[{{"role": "{"r" * (LIMIT - 256)}", "content": "a"}}]'),
+        "documents": (
+            "/v1/rerank",
+            f'{{"model": "scripted", "query": "q", "documents": {array(chr(34) * 2, MAX_VALUES - 8)}}}',
+        ),
         "nested arrays": completion("[" * (LIMIT - 128)),
         "nested objects": completion('{"a":' * (LIMIT // 5 - 128)),
     }
@@ -135,6 +145,7 @@ async def costs(address: str, path: str, body: bytes) -> tuple[int, float, int]:
     stood = await longest_standstill(work)
     status, answer = await work
     assert status == 200 or "error" in answer
+    assert status == 200 or len(json.dumps(answer)) < 8192, "a client's text is quoted at length"
     return status, stood, memory("VmHWM") - before
 
 
@@ -150,6 +161,31 @@ async def test_the_loop_goes_on_and_memory_stays_in_proportion():
             if status not in (200, 400) or stood >= LOOP_SECONDS or grown >= 10 * len(body) + SMALL:
                 exceeded[name] = (status, stood, grown / len(body))
     assert not exceeded
+
+
+async def test_a_small_body_does_not_wait_for_large_ones():
+    """Six that the parser's thread works at for a second or so each, and one of 36 kB."""
+    large = bodies()["as many escapes as are allowed"][1].encode()
+    small = completion(f'"{"a" * 36_000}"')[1].encode()
+    node = ScriptedDecode(saying([40]), context=2**16)
+    async with node as decode, gateway(decode, max_message_bytes=LIMIT) as rig:
+        address = rig.http.removeprefix("http://")
+        slow = [
+            asyncio.create_task(asyncio.to_thread(post, address, "/v1/completions", large)) for _ in range(6)
+        ]
+        await asyncio.sleep(0.5)
+        status, _ = await asyncio.to_thread(post, address, "/v1/completions", small)
+        waiting = sum(not each.done() for each in slow)
+        await asyncio.gather(*slow)
+        assert status == 200 and waiting >= 3
+
+
+def test_quotes_are_counted():
+    body = bytearray(completion('""' * (LIMIT // 2 - 64))[1].encode())
+    before = time.thread_time()
+    with pytest.raises(ApiError):
+        json_body._check_amount(body)
+    assert time.thread_time() - before < 0.1
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from gateway_rig import Rig, gateway, until
+from prometheus_client import CollectorRegistry
 from scripted_decode import ScriptedDecode, saying
 
 from baton.gateway.page import app, feed
+from baton.rpc.http_server import metrics_app
 
 KEY, SECRET = "alice-0123456789abcdef", "c0ffee" * 8
 PATHS = ("/", "/page/page.js", "/page/events", "/page/requests/none", "/page/no-such-file")
@@ -63,6 +65,42 @@ async def test_the_loopback_needs_no_key_but_an_address(rig):
         for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000", "10.0.0.1"):
             assert await status(http, "/", host=host) == 200, host
             assert await status(http, "/traces", host=host) == 200, host
+
+
+API = ("/v1/models", "/metrics", "/health", "/openapi.json", "/no-such-path")
+EVIL = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "")
+
+
+async def test_on_the_loopback_http_answers_to_names_that_are_allowed_alone(rig):
+    body = {"model": "scripted", "prompt": "a"}
+    async with client(rig) as http:
+        for host in EVIL:
+            assert [await status(http, path, host=host) for path in API] == [403] * len(API), host
+            answer = await http.post("/v1/completions", json=body, headers={"host": host})
+            assert answer.status_code == 403 and "--allowed-hosts" in answer.text
+        for host in ("localhost", "LOCALHOST:8000", "[::1]:8000"):
+            assert await status(http, "/v1/models", host=host) == 200, host
+    async with (
+        ScriptedDecode(saying([40])) as decode,
+        gateway(decode, allowed_hosts=("Chat.example",)) as named,
+        client(named) as http,
+    ):
+        assert await status(http, "/v1/models", host="chat.example:8000") == 200
+        assert await status(http, "/", host="chat.example") == 200
+        assert await status(http, "/v1/models", host="evil.example") == 403
+
+
+async def test_metrics_of_workers_on_the_loopback_too():
+    def asking(*hosts: str) -> httpx.AsyncClient:
+        made = metrics_app(CollectorRegistry(), lambda: (True, []), hosts=hosts)
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app=made), base_url="http://127.0.0.1")
+
+    async with asking() as local, asking("*") as reachable:
+        for path in ("/metrics", "/health"):
+            for host in EVIL:
+                assert await status(local, path, host=host) == 403
+                assert await status(reachable, path, host=host) == 200
+            assert await status(local, path) == 200
 
 
 async def test_with_keys_it_is_for_operators(tmp_path):

@@ -147,7 +147,7 @@ async def test_http_keeps_no_more_either(node):
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect((host, int(port)))
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             await until(lambda: node.pauses, 60)
             assert max(unread(rig)) < LIMIT + 20 * CHUNK

@@ -26,7 +26,7 @@ from pathlib import Path
 import grpc
 
 from baton.config import GatewayConfig
-from baton.rpc.address import is_literal, is_loopback
+from baton.rpc.address import is_loopback, is_own_host
 from baton.rpc.authentication import (
     HEADER,
     Cluster,
@@ -242,10 +242,10 @@ class GatewayAuthentication(ClusterAuthentication):
         return api_key
 
     def check_host(self, host: str) -> None:
-        """Raises BatonError if a gateway that only this machine can reach is asked by another name: one that
-        somebody's DNS points here would let their scripts read the answer. host: the `Host` header."""
-        if self._local and not is_literal(host):
-            text = "ask by address: http://127.0.0.1:PORT/"
+        """Raises BatonError if a gateway without keys, which only this machine can reach, is asked by another
+        name. host: the `Host` header."""
+        if self.keys is None and self._local and not is_own_host(host, self._config.allowed_hosts):
+            text = "ask by address, http://127.0.0.1:PORT/, or start the gateway with --allowed-hosts NAME"
             raise BatonError(grpc.StatusCode.PERMISSION_DENIED, "HOST_NAME", text)
 
     def check_operator(self, secret: str) -> None:

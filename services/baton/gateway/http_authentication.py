@@ -63,14 +63,13 @@ class HttpAuthentication:
 
     def _admit(self, path: str, headers: Headers) -> ApiKey | None:
         """Raises BatonError."""
+        self._authentication.check_host(headers.get("host", ""))
         if path == METRICS_PATH:
             self._authentication.check_metrics(bearer(_credentials(headers)))
             return None
         if path in OPERATOR_PATHS:
             if self._authentication.keys is not None:
                 self._authentication.check_operator(bearer(_credentials(headers)))
-            else:
-                self._authentication.check_host(headers.get("host", ""))
             return None
         if path in PUBLIC_PATHS:
             return None

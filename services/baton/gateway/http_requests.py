@@ -30,6 +30,8 @@ BODY_SECONDS = 30.0
 """Time for a body to arrive."""
 SMALL_BODY_BYTES = 2**15
 """A body up to this size is parsed on the event loop: handing it to a thread would take longer."""
+MEDIUM_BODY_BYTES = 2**20
+"""One up to this size does not wait for larger ones."""
 IGNORED_HEADER = "x-baton-ignored"
 MAX_IGNORED = 64
 """Most names in that header."""
@@ -38,12 +40,13 @@ _Starts = list[inference_pb2.GenerateStart]
 
 
 class BodyReader:
-    """Reads the bodies of one gateway's HTTP requests. Large ones are parsed by a thread; by one, because
-    each computing thread delays the event loop by milliseconds."""
+    """Reads the bodies of one gateway's HTTP requests. Medium ones are parsed by a thread and large ones by
+    another; not by more, because each computing thread delays the event loop by milliseconds."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._thread = ThreadPoolExecutor(1, "http-bodies")
+        self._medium = ThreadPoolExecutor(1, "http-bodies")
+        self._large = ThreadPoolExecutor(1, "large-http-bodies")
 
     async def read(
         self, request: Request, kind: type[Model], convert: Callable[[Model], Made]
@@ -57,7 +60,8 @@ class BodyReader:
 
         if len(body) <= SMALL_BODY_BYTES:
             return parse()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, parse)
+        thread = self._medium if len(body) <= MEDIUM_BODY_BYTES else self._large
+        return await asyncio.get_running_loop().run_in_executor(thread, parse)
 
     async def read_starts(
         self, request: Request, kind: type[Model], convert: Callable[[Model], _Starts]

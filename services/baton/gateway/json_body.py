@@ -25,6 +25,8 @@ MAX_FIELDS = 2**16
 """Objects, arrays and the keys of objects in a body. They take more time and memory than other values."""
 MAX_ESCAPES = 2**21
 """Backslashes in a body. The parser holds the interpreter while it copies a string escape by escape."""
+MAX_QUOTES = 2 * (MAX_VALUES + MAX_FIELDS)
+"""Quotes in a body beside escaped ones: each string has two, and is a value or a key."""
 _SCAN_BYTES = 2**16
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -79,8 +81,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_amount(body: bytearray) -> None:
     """Counts what is outside of strings; may take seconds, but never holds the interpreter for long."""
-    if body.count(b"\\") > MAX_ESCAPES:
+    backslashes = body.count(b"\\")
+    if backslashes > MAX_ESCAPES:
         raise _too_complex(f"the body has more than {MAX_ESCAPES} backslashes")
+    if body.count(b'"') > MAX_QUOTES + backslashes:
+        raise _too_complex(f"the body has more than {MAX_QUOTES} quotes that are not escaped")
     values = fields = start = 0
     while start < len(body):
         quote = body.find(b'"', start)

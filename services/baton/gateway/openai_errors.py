@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from pydantic import ValidationError
 
-from baton.rpc.errors import BatonError
+from baton.rpc.errors import BatonError, cut
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -41,10 +41,11 @@ class ApiError(Exception):
     """An error that exists only in HTTP, or of a field that only HTTP has."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+        """message, param: cut to a length at which they quote a client's text for people."""
+        super().__init__(cut(message))
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = cut(message)
+        self.param = cut(param) if param is not None else None
         self.code = code
         self.retry_after_ms: int | None = None
 

@@ -10,22 +10,28 @@ from threading import RLock
 
 from baton.v1 import tokenizer_pb2
 
-MESSAGE_BYTES = 600
-"""That an empty message takes, about."""
+ENTRY_BYTES = 600
+"""That a stored response takes beside its contents, about."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     response: bytes
     """JSON: as Python objects it may take thirty times as much."""
-    conversation: list[tokenizer_pb2.ChatMessage] | None
-    """All messages, the answer included; without instructions, which are of one response. None: it failed, so
-    that nothing can follow."""
+    chat: bytes | None
+    """A ChatPrompt, serialized likewise. None: it failed, so that nothing can follow."""
     owner: bytes
     """`ApiKey.owner` of the key that made it; no other sees it."""
     size: int
     """Bytes, about."""
     expires: float
+
+    @property
+    def conversation(self) -> list[tokenizer_pb2.ChatMessage] | None:
+        """All messages, the answer included; without instructions, which are of one response."""
+        return (
+            list(tokenizer_pb2.ChatPrompt.FromString(self.chat).messages) if self.chat is not None else None
+        )
 
 
 class ResponseStore:
@@ -48,12 +54,15 @@ class ResponseStore:
         self, id: str, response: bytes, conversation: list[tokenizer_pb2.ChatMessage] | None, owner: bytes
     ) -> bool:
         """Whether there is room for it."""
-        size = len(response) + sum(message.ByteSize() + MESSAGE_BYTES for message in conversation or ())
+        chat = None
+        if conversation is not None:
+            chat = tokenizer_pb2.ChatPrompt(messages=conversation).SerializeToString()
+        size = ENTRY_BYTES + len(response) + len(chat or b"")
         if size > self.max_bytes:
             return False
         now = self._clock()
         with self._lock:
-            self._stored[id] = StoredResponse(response, conversation, owner, size, now + self._seconds)
+            self._stored[id] = StoredResponse(response, chat, owner, size, now + self._seconds)
             self._ids.setdefault(owner, {})[id] = None
             self._bytes[owner] += size
             while self._stored and self._stored[oldest := next(iter(self._stored))].expires <= now:

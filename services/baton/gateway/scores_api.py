@@ -112,6 +112,8 @@ def score_pairs(body: ScoreRequest) -> list[Pair]:
     """One text with each of the others, or two lists pair by pair. Raises ApiError."""
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    _check_count(first, "text_1")
+    _check_count(second, "text_2")
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second):
@@ -125,7 +127,6 @@ def score_pairs(body: ScoreRequest) -> list[Pair]:
             Pair(one, other, (names[0].format(min(index, len(first) - 1)), names[1].format(index)))
             for index, (one, other) in enumerate(zip(first, second, strict=True))
         ],
-        "text_2",
     )
 
 
@@ -133,22 +134,26 @@ def rerank_pairs(body: RerankRequest) -> list[Pair]:
     """Raises ApiError."""
     if body.top_n is not None and body.top_n < 1:
         raise invalid_value("top_n", f"top_n must be at least 1, not {body.top_n}")
+    _check_count(body.documents, "documents")
     return _pairs(
         body,
         [
             Pair(f"{document}\n", body.query, (f"documents[{index}]", "query"))
             for index, document in enumerate(body.documents)
         ],
-        "documents",
     )
 
 
-def _pairs(body: ScoreCommon, pairs: list[Pair], field: str) -> list[Pair]:
+def _check_count(texts: Sequence[str], field: str) -> None:
+    """Before anything is made of them."""
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        raise invalid_value(field, f"{field}: give 1 to {MAX_PROMPTS} texts, not {len(texts)}")
+
+
+def _pairs(body: ScoreCommon, pairs: list[Pair]) -> list[Pair]:
     f"{body.model}{body.cache_salt}".encode()  # raises UnicodeEncodeError for a lone surrogate
     if not body.model:
         raise invalid_value("model", "model is empty: name one of /v1/models")
-    if not 1 <= len(pairs) <= MAX_PROMPTS:
-        raise invalid_value(field, f"{field}: give 1 to {MAX_PROMPTS} texts, not {len(pairs)}")
     for pair in pairs:
         for text, name in zip((pair.first, pair.second), pair.fields, strict=True):
             text.encode()  # likewise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
+from collections.abc import Collection
 from urllib.parse import unquote
 
 
@@ -42,10 +43,12 @@ def peer_host(peer: str) -> str:
     return unquote(rest).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else kind
 
 
-def is_literal(host: str) -> bool:
-    """Whether this `Host` header, with or without a port, is an IP address or localhost."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name.lower() == "localhost":
+def is_own_host(host: str, allowed: Collection[str] = ()) -> bool:
+    """Whether this `Host` header, with or without a port, is an IP address, localhost or one of `allowed`;
+    "*" among them is any. A browser sends another name if somebody's DNS points it here, and lets the scripts
+    of that name read the answer (DNS rebinding)."""
+    name = (host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]).lower()
+    if name == "localhost" or "*" in allowed or name in map(str.lower, allowed):
         return True
     try:
         ipaddress.ip_address(name)

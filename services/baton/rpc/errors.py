@@ -97,12 +97,12 @@ def internal(message: str, reason: str = "INTERNAL") -> BatonError:
 
 def to_status(error: BatonError) -> status_pb2.Status:
     """The error as a google.rpc.Status."""
-    message = _cut(error.message)
+    message = cut(error.message)
     status = status_pb2.Status(code=error.code.value[0], message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_cut(error.field), description=message, reason=error.reason
+            field=cut(error.field), description=message, reason=error.reason
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_ms is not None:
@@ -169,13 +169,12 @@ def refusing(error: BatonError, on_refused: OnRefused | None) -> Any:
     return grpc.stream_stream_rpc_method_handler(end)
 
 
-def _cut(text: str) -> str:
-    raw = text.encode("utf-8", "replace")
-    return (
-        raw.decode()
-        if len(raw) <= MAX_TEXT_BYTES
-        else raw[: MAX_TEXT_BYTES - 3].decode("utf-8", "ignore") + "..."
-    )
+def cut(text: str) -> str:
+    """At most MAX_TEXT_BYTES of it, at little cost whatever its length."""
+    raw = text[: MAX_TEXT_BYTES + 1].encode("utf-8", "replace")
+    if len(raw) <= MAX_TEXT_BYTES:
+        return raw.decode()
+    return raw[: MAX_TEXT_BYTES - 3].decode("utf-8", "ignore") + "..."
 
 
 assert set(_CODES) <= set(code_pb2.Code.values())

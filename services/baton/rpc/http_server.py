@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from baton.rpc.address import family_of
+from baton.rpc.address import family_of, is_own_host
 from baton.rpc.authentication import bearer, same
 from baton.rpc.metrics import exposition
 
@@ -112,20 +112,31 @@ def metrics_app(
     secret: str = "",
     token: str = "",
     model: Callable[[], str] = lambda: "",
+    hosts: Collection[str] = ("*",),
 ) -> Starlette:
     """GET /metrics and GET /health (503 while the process does not serve).
 
     secret, token: metrics need one of those that are given, as `Authorization: Bearer SECRET`; with a secret
-    /health only returns its status. model: name of the model that is served.
+    /health only returns its status. model: name of the model that is served. hosts:
+    the names by which it is asked, beside addresses (see `is_own_host`).
     """
 
+    def refusal(request: Request) -> Response | None:
+        if is_own_host(request.headers.get("host", ""), hosts):
+            return None
+        return PlainTextResponse("ask by address, or start the process with --allowed-hosts NAME\n", 403)
+
     async def metrics(request: Request) -> Response:
+        if refused := refusal(request):
+            return refused
         if (secret or token) and not opens(bearer(authorization(request.headers)), secret, token):
             text = "send the cluster secret or the metrics token: Authorization: Bearer SECRET\n"
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         return Response(exposition(registry, model()), media_type=CONTENT_TYPE_LATEST)
 
     async def healthy(request: Request) -> Response:
+        if refused := refusal(request):
+            return refused
         serving, problems = health()
         body = {"status": "serving" if serving else "not serving"}
         return JSONResponse(body if secret else {**body, "problems": problems}, 200 if serving else 503)

@@ -265,6 +265,7 @@ class _Shell:
             "" if is_loopback(host) else cluster.secret,
             self._metrics_token,
             lambda: self._node.info().model.name,
+            self._config.allowed_hosts if is_loopback(host) else ("*",),
         )
         tls = cluster.tls.ssl_context(server=True) if cluster.tls is not None else None
         listening = bind_http(host, self._config.http_port)
