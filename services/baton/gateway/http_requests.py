@@ -24,6 +24,7 @@ from baton.gateway.openai_answers import Answer, Naming, RequestBatch
 from baton.gateway.openai_errors import GRAMMAR_PARAM, ApiError, from_baton, of_prompt
 from baton.rpc.errors import BatonError
 from baton.rpc.http_server import UNBUFFERED
+from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2, tokenizer_pb2
 
 BODY_SECONDS = 30.0
@@ -33,10 +34,12 @@ SMALL_BODY_BYTES = 2**15
 MEDIUM_BODY_BYTES = 2**20
 """One up to this size does not wait for larger ones."""
 IGNORED_HEADER = "x-baton-ignored"
+DROPPED_HEADER = "x-baton-dropped-tools"
 MAX_IGNORED = 64
-"""Most names in that header."""
+"""Most names in one of these headers."""
 
 _Starts = list[inference_pb2.GenerateStart]
+_log = get_logger()
 
 
 class BodyReader:
@@ -182,6 +185,16 @@ def name_ignored(response: Response, ignored: set[str]) -> Response:
     """The response, with a header that names fields of the body that have no effect."""
     if ignored:
         response.headers[IGNORED_HEADER] = ", ".join(sorted(ignored)[:MAX_IGNORED])
+    return response
+
+
+def name_dropped(response: Response, dropped: set[str], request: str) -> Response:
+    """The response, with a header that names the types of tools that the model was not shown. It is logged as
+    well: who offered them may wait for calls in vain."""
+    if dropped:
+        names = ", ".join(sorted(dropped)[:MAX_IGNORED])
+        response.headers[DROPPED_HEADER] = names
+        _log.info("tools were left out", request=request, types=names)
     return response
 
 

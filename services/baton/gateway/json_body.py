@@ -41,6 +41,8 @@ class Body(Generic[Model, Made]):
     made: Made
     ignored: set[str]
     """Fields that were given and have no effect here."""
+    dropped: set[str]
+    """Types of tools that the model is not shown."""
 
 
 def parse_body(
@@ -57,7 +59,7 @@ def parse_body(
     try:
         reading = Reading(omit_images)
         request = kind.model_validate(json.loads(text, object_pairs_hook=_object), context=reading)
-        return Body(request, convert(request), reading.ignored)
+        return Body(request, convert(request), reading.ignored, reading.dropped)
     except RecursionError:
         raise _invalid_json("it is nested too deeply") from None
     except ValidationError as error:  # a ValueError as well

@@ -10,6 +10,7 @@ Strict: an unknown field or a wrong JSON type is an error that names the field. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -38,6 +39,8 @@ class Reading:
     omit_images: bool = False
     ignored: set[str] = field(default_factory=set)
     """Fields that were given and have no effect here."""
+    dropped: set[str] = field(default_factory=set)
+    """Types of tools that the model is not shown."""
 
 
 def call_arguments(place: str) -> AfterValidator:
@@ -84,3 +87,17 @@ class Strict(BaseModel):
             elif each is not False and each not in ("", []):  # {} is any JSON, or switches something on
                 raise PydanticCustomError("refused", "{why}", {"field": key, "why": cls.REFUSED[key]})
         return kept
+
+
+class DroppedTool(BaseModel):
+    """A tool of a type that is not served: the model is not shown it, and the answer says so."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Annotated[str, Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _note(self, info: ValidationInfo) -> DroppedTool:
+        if isinstance(info.context, Reading):
+            info.context.dropped.add(re.sub(r"[^a-zA-Z0-9_.-]", "_", self.type[:64]))
+        return self

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.gateway.openai_errors import ApiError
+from baton.gateway.openai_fields import DroppedTool
 from baton.gateway.responses_protocol import ResponsesRequest
+from baton.gateway.responses_tools import CustomTool, FunctionTool, Namespace, function_item
 from baton.gateway.typed_events import Json, TypedAnswer
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
@@ -83,6 +85,7 @@ class ResponseAnswer(TypedAnswer):
         self._response = _head(request, id)
         self._output: list[Json] = self._response["output"]
         self._keep = keep
+        self._tools = {each.shown: each for each in request.offered}
         self._message = tokenizer_pb2.ChatMessage(role="assistant")
         self._sequence = 0
         self._reasoning = REASONING if request.summary is None else SUMMARY
@@ -187,13 +190,18 @@ class ResponseAnswer(TypedAnswer):
 
     def _call(self, call: tokenizer_pb2.ToolCall) -> list[Json]:
         self._message.tool_calls.append(call)
-        item: Json = {"type": "function_call", "id": f"fc_{self._name}_{len(self._output)}"}
-        item |= {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
-        events = [self._add_item(item, arguments="", status="in_progress")]
+        offered = self._tools.get(call.name)
+        item = offered.item(call) if offered is not None else function_item(call)
+        custom = item["type"] == "custom_tool_call"
+        item |= {"id": f"{'ctc' if custom else 'fc'}_{self._name}_{len(self._output)}", "status": "completed"}
+        written = "input" if custom else "arguments"
+        events = [self._add_item(item, **{written: ""}, status="in_progress")]
         place = {"item_id": item["id"], "output_index": self._index}
-        arguments = "response.function_call_arguments"
-        events.append(self._event(f"{arguments}.delta", **place, delta=call.arguments))
-        events.append(self._event(f"{arguments}.done", **place, name=call.name, arguments=call.arguments))
+        kind = "response.custom_tool_call_input" if custom else "response.function_call_arguments"
+        text = item[written]
+        done = {written: text} if custom else {"name": item["name"], written: text}
+        events.append(self._event(f"{kind}.delta", **place, delta=text))
+        events.append(self._event(f"{kind}.done", **place, **done))
         events.append(self._event("response.output_item.done", output_index=self._index, item={**item}))
         return events
 
@@ -214,6 +222,10 @@ def _part(kind: Growing, text: str) -> Json:
     return part | {"annotations": [], "logprobs": []} if kind is MESSAGE else part
 
 
+def _shown(given: FunctionTool | CustomTool | Namespace) -> Json:
+    return given.model_dump(exclude_none=not isinstance(given, FunctionTool))
+
+
 def _head(request: ResponsesRequest, id: str) -> Json:
     given = request.model_dump(
         include={"instructions", "previous_response_id", "max_output_tokens"}, exclude_none=False
@@ -226,7 +238,7 @@ def _head(request: ResponsesRequest, id: str) -> Json:
             shown |= {"name": "schema", "schema": format.schema_, "strict": True, "description": None}
     choice: Any = request.tool_choice or "auto"
     if not isinstance(choice, str):
-        choice = choice.model_dump()
+        choice = choice.model_dump(exclude_none=True)
     effort = request.reasoning.effort if request.reasoning is not None else None
     return {
         "id": id,
@@ -250,7 +262,7 @@ def _head(request: ResponsesRequest, id: str) -> Json:
         "top_logprobs": 0,
         "text": {"format": shown},
         "tool_choice": choice,
-        "tools": [tool.model_dump() for tool in request.functions],
+        "tools": [_shown(tool) for tool in request.tools or () if not isinstance(tool, DroppedTool)],
         "max_tool_calls": None,
         "truncation": "disabled",
         "usage": None,

@@ -11,12 +11,12 @@ from fastapi.responses import JSONResponse
 
 from baton.gateway.compaction import CompactAnswer, CompactRequest, bound, compact_start
 from baton.gateway.gateway import Gateway
-from baton.gateway.http_requests import BodyReader, grammar_field, running, unread_arguments
+from baton.gateway.http_requests import BodyReader, grammar_field, name_dropped, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.response_store import ResponseStore, StoredResponse
 from baton.gateway.responses_answers import ResponseAnswer, response_id
-from baton.gateway.responses_items import input_messages
+from baton.gateway.responses_items import InputItem, OutputItems, ReferenceItem, input_messages
 from baton.gateway.responses_protocol import Conversation, ResponsesRequest, response_start
 from baton.gateway.tool_grammars import unenforced
 from baton.gateway.typed_events import OF_TOOLS, Json, naming_body, naming_fields, respond
@@ -56,21 +56,40 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             raise ApiError(400, text, "previous_response_id", "previous_response_failed")
         return found.conversation
 
+    def resolved(given: list[InputItem], owner: bytes) -> list[InputItem]:
+        """With what references name in their place, where it is stored here; each item once. An item's id has
+        that of its response."""
+        items: list[InputItem] = []
+        stored: dict[str, dict[str, Json]] = {}
+        for item in given:
+            if not isinstance(item, ReferenceItem):
+                items.append(item)
+                continue
+            id = f"resp_{''.join(item.id.split('_')[1:2])}"
+            if id not in stored:
+                found = store.get(id, owner)
+                output = json.loads(found.response)["output"] if found is not None else ()
+                stored[id] = {each["id"]: each for each in output}
+            named = stored[id].pop(item.id, None)
+            items += [item] if named is None else OutputItems.validate_python([named])
+        return items
+
     @app.post("/v1/responses")
     async def create(request: Request) -> Response:
         owner, id = request.state.api_key.owner, response_id()
 
         def starts(body: ResponsesRequest) -> list[inference_pb2.GenerateStart]:
+            if isinstance(body.input, list):
+                body.input = resolved(body.input, owner)
             return [response_start(body, earlier(body, owner))]
 
         with naming_fields(TAGGED, NAMES):
             body = await bodies.read_starts(request, ResponsesRequest, starts)
         asked, ignored = body.request, body.ignored | unenforced(body.made[0].chat)
-        if len(asked.functions) < len(asked.tools or ()):
-            ignored.add("tools")
-
         if unread_arguments(gateway, body.made[0].chat):
             ignored.add("reasoning.effort")
+        if any(isinstance(item, ReferenceItem) for item in asked.input):
+            ignored.add("input.item_reference")
         if asked.has_unread_summary:
             ignored.add("input.summary")
 
@@ -89,7 +108,8 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             answer = ResponseAnswer(asked, id, keep)
             if asked.stream:  # else nobody knows its name before it has ended
                 under_way[owner, id] = job
-            return await respond(job, answer, bool(asked.stream), ignored)
+            made = await respond(job, answer, bool(asked.stream), ignored)
+            return name_dropped(made, body.dropped, job.name)
 
     @app.api_route("/v1/responses/{id}", methods=["GET", "HEAD"])
     async def retrieve(id: str, request: Request) -> Response:
@@ -107,6 +127,8 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         owner = request.state.api_key.owner
 
         def starts(body: CompactRequest) -> list[inference_pb2.GenerateStart]:
+            if isinstance(body.input, list):
+                body.input = resolved(body.input, owner)
             return [compact_start(body, earlier(body, owner))]
 
         with naming_fields(TAGGED, NAMES):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Discriminator, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, TypeAdapter, ValidationInfo, model_validator
 
 from baton.gateway.images import IMAGE, PART, InputImage, image_or_part
 from baton.gateway.openai_errors import invalid_value
-from baton.gateway.openai_fields import Elements, Strict, call_arguments
+from baton.gateway.openai_fields import Elements, Reading, Strict, call_arguments
+from baton.gateway.responses_tools import Tool, custom_arguments, shown_name
 from baton.v1 import tokenizer_pb2
 
 Messages = list[tokenizer_pb2.ChatMessage]
@@ -64,13 +66,107 @@ class CallItem(Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: Annotated[str, call_arguments("input.arguments")]
 
 
+class CustomCallItem(Item):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
 class OutputItem(Item):
-    type: Literal["function_call_output"]
+    HINTS: ClassVar[Mapping[str, str]] = {**Item.HINTS, "name": "is that of the call"}
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Elements[PartOrImage]
+
+
+class ActionItem(Item):
+    """A call of a tool that only OpenAI's models know; the model reads it as a call of a function."""
+
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "status": Item.HINTS["status"],
+        "environment": "is the client's own record",
+    }
+
+    type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
+    call_id: str | None = None
+    id: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+
+
+class ActionOutputItem(Item):
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "status": Item.HINTS["status"],
+        "max_output_length": "is the client's own record",
+    }
+
+    type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
+    call_id: str | None = None
+    id: str | None = None
+    output: str | list[Any] = ""
+
+
+class AgentMessageItem(Item):
+    """What another agent of the client says to this one."""
+
+    type: Literal["agent_message"]
+    author: str
+    recipient: str | None = None
+    content: str | Elements[PartOrImage]
+
+
+class ToolsItem(Item):
+    """Tools that are offered from here on."""
+
+    HINTS: ClassVar[Mapping[str, str]] = {
+        **Item.HINTS,
+        "role": "tools are no message",
+        "call_id": "what the search was for is in no message",
+        "execution": "is the client's own record",
+    }
+
+    type: Literal["additional_tools", "tool_search_output"]
+    tools: Elements[Tool]
+
+
+class ReferenceItem(Item):
+    """An item of a stored response. One that is not stored is left out."""
+
+    HINTS: ClassVar[Mapping[str, str]] = {}
+
+    type: Literal["item_reference"]
+    id: str
+
+
+class LeftOutItem(BaseModel):
+    """A trace of what a server did on its own: its outcome is in the answer that followed."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal[
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "tool_search_call",
+        "mcp_list_tools",
+        "mcp_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+    ]
+
+    @model_validator(mode="after")
+    def _note(self, info: ValidationInfo) -> LeftOutItem:
+        if isinstance(info.context, Reading):
+            info.context.ignored.add(f"input.{self.type}")
+        return self
 
 
 class ReasoningItem(Item):
@@ -91,19 +187,42 @@ class CompactionItem(Item):
     encrypted_content: str
 
 
+_TAGS = {
+    "custom_tool_call_output": "function_call_output",
+    "local_shell_call": "shell_call",
+    "apply_patch_call": "shell_call",
+    "local_shell_call_output": "shell_call_output",
+    "apply_patch_call_output": "shell_call_output",
+    "tool_search_output": "additional_tools",
+    **dict.fromkeys(get_args(LeftOutItem.model_fields["type"].annotation), "web_search_call"),
+}
+
+
 def _kind(value: Any) -> str:
+    """The tag of its model, which is one of the types that the model has."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-    return kind if isinstance(kind, str) and kind else "message"
+    return _TAGS.get(kind, kind) if isinstance(kind, str) and kind else "message"
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ActionItem, Tag("shell_call")]
+    | Annotated[ActionOutputItem, Tag("shell_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[AgentMessageItem, Tag("agent_message")]
+    | Annotated[ToolsItem, Tag("additional_tools")]
+    | Annotated[ReferenceItem, Tag("item_reference")]
+    | Annotated[LeftOutItem, Tag("web_search_call")]
     | Annotated[CompactionItem, Tag("compaction")],
     Discriminator(_kind),
 ]
+
+
+OutputItems = TypeAdapter(list[InputItem])
+"""Of an answer, to be read as items of an input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +246,17 @@ def input_messages(given: str | list[InputItem]) -> Messages:
             messages.append(tokenizer_pb2.ChatMessage(role=item.role, content=_text(item.content)))
             turn = None
         elif isinstance(item, OutputItem):
-            content = _text(item.output)
-            messages.append(
-                tokenizer_pb2.ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
-            )
+            messages.append(_result(item.call_id, _text(item.output)))
             turn = None
+        elif isinstance(item, ActionOutputItem):
+            messages.append(_result(item.call_id or item.id or "", _written(item.output)))
+            turn = None
+        elif isinstance(item, AgentMessageItem):
+            content = f"Message from {item.author}:\n{_text(item.content)}"
+            messages.append(tokenizer_pb2.ChatMessage(role="user", content=content))
+            turn = None
+        elif isinstance(item, ToolsItem | ReferenceItem | LeftOutItem):
+            continue
         elif isinstance(item, CompactionItem):
             summary = _summary(item.encrypted_content, f"input[{index}]")
             _join_users(messages)
@@ -145,7 +270,15 @@ def input_messages(given: str | list[InputItem]) -> Messages:
             if isinstance(item, MessageItem):
                 turn.texts.append(_text(item.content))
             elif isinstance(item, CallItem):
-                turn.message.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
+                name = shown_name(item.name, item.namespace)
+                turn.message.tool_calls.add(id=item.call_id, name=name, arguments=item.arguments)
+            elif isinstance(item, CustomCallItem):
+                name, arguments = shown_name(item.name, item.namespace), custom_arguments(item.input)
+                turn.message.tool_calls.add(id=item.call_id, name=name, arguments=arguments)
+            elif isinstance(item, ActionItem):
+                name, done = item.type.removesuffix("_call"), item.action or item.operation or {}
+                call = item.call_id or item.id or ""
+                turn.message.tool_calls.add(id=call, name=name, arguments=_written(done))
             elif isinstance(item, ReasoningItem):
                 turn.thoughts.append(_text(item.content or item.summary or []))
     for turn in turns:
@@ -162,6 +295,14 @@ def _join_users(messages: Messages) -> None:
     if first < len(messages):
         joined = BREAK.join(message.content for message in messages[first:])
         messages[first:] = [tokenizer_pb2.ChatMessage(role="user", content=joined)]
+
+
+def _result(call: str, content: str) -> tokenizer_pb2.ChatMessage:
+    return tokenizer_pb2.ChatMessage(role="tool", content=content, tool_call_id=call)
+
+
+def _written(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _text(given: str | Sequence[Part | InputImage]) -> str:

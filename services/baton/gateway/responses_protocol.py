@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -11,7 +12,8 @@ from pydantic import Discriminator, Field, Tag
 from baton.gateway.openai_chat import TOOL_MODES, Reasoning, kind_of_choice
 from baton.gateway.openai_errors import ApiError, invalid_value
 from baton.gateway.openai_fields import Elements, Int64, Strict, TopK
-from baton.gateway.responses_items import InputItem, ReasoningItem, input_messages
+from baton.gateway.responses_items import InputItem, ReasoningItem, ToolsItem, input_messages
+from baton.gateway.responses_tools import OfferedTool, Tool, offered, shown_name
 from baton.rpc.validate import check_sampling
 from baton.v1 import inference_pb2, tokenizer_pb2
 
@@ -39,8 +41,9 @@ class TextOptions(Strict):
 
 
 class NamedTool(Strict):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
 
 
 class AllowedTools(Strict):
@@ -52,30 +55,12 @@ class AllowedTools(Strict):
 
     @property
     def names(self) -> list[str]:
-        """Of functions; what is not run by clients is left out."""
-        return [str(tool.get("name", "")) for tool in self.tools if tool.get("type") == "function"]
-
-
-class FunctionTool(Strict):
-    PLACE = "tools"
-    HINTS: ClassVar[Mapping[str, str]] = {"defer_loading": "all tools are shown to the model"}
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-def _tool_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-    return "function" if kind == "function" else "other"
-
-
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[dict[str, Any], Tag("other")],
-    Discriminator(_tool_kind),
-]
+        """As the model knows them; what clients do not run is left out."""
+        return [
+            shown_name(str(tool.get("name", "")), str(tool.get("namespace") or ""))
+            for tool in self.tools
+            if tool.get("type") in ("function", "custom")
+        ]
 
 
 ToolChoice = Annotated[
@@ -144,10 +129,17 @@ class ResponsesRequest(Conversation):
     # Beyond OpenAI's.
     top_k: TopK | None = None
 
-    @property
-    def functions(self) -> list[FunctionTool]:
-        """The tools that clients run; all others are left out, as clients expect."""
-        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+    @cached_property
+    def offered(self) -> list[OfferedTool]:
+        """The tools that the model is shown; those that items of the input have brought come last."""
+        found = list(offered(self.tools or ()))
+        names = {each.shown for each in found}
+        for item in self.input if isinstance(self.input, list) else ():
+            if isinstance(item, ToolsItem):
+                more = [each for each in offered(item.tools) if each.shown not in names]
+                found += more
+                names |= {each.shown for each in more}
+        return found
 
     @property
     def summary(self) -> str | None:
@@ -229,16 +221,12 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def _add_tools(request: ResponsesRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
-    for tool in request.functions:
-        made = chat.tools.add(name=tool.name, description=tool.description or "")
-        if tool.parameters is not None:
-            made.parameters = json.dumps(tool.parameters, ensure_ascii=False)
-        if tool.strict is not None:
-            made.strict = tool.strict
+    for tool in request.offered:
+        tool.add_to(chat)
     choice = request.tool_choice
     if isinstance(choice, NamedTool):
         chat.tool_choice.mode = tokenizer_pb2.ToolChoice.MODE_REQUIRED
-        chat.tool_choice.name = choice.name
+        chat.tool_choice.name = shown_name(choice.name, choice.namespace)
     elif isinstance(choice, AllowedTools):
         if not choice.names and choice.mode == "required":
             text = "tool_choice.tools names no function, and one is to be called"
