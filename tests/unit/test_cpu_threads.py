@@ -33,7 +33,7 @@ class Costly:
 
 @pytest.fixture
 def four_threads(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("baton.cgroups.cores", lambda: 8)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -94,7 +94,7 @@ def test_rows_have_a_table_for_each_group(four_threads, groups):
 
 
 def test_one_core_is_left_to_others(four_threads, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("baton.cgroups.cores", lambda: 2)
     runner = Costly({1: 0.008, 2: 0.002, 4: 0.001})
     tuned = TunedRunner(runner, runner.clock)
     assert tuned.small_steps == {4: 1, 32: 1} and tuned.threads == 4

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from baton import __version__
+from baton import __version__, cgroups
 from baton.bench.machine import DRIVER
 from baton.cli.console import UNLIMITED
 from baton.cli.serve import DEFAULT_PORTS
@@ -52,11 +52,11 @@ def machine() -> Iterator[Check]:
     """Python, cores, memory, shared memory, disk."""
     yield Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield Check("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Check("cores", "ok", f"{cores} usable of {os.cpu_count()}")
-    memory = psutil.virtual_memory()
-    text = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f} GiB"
-    if memory.available < GIB:
+    yield Check("cores", "ok", f"{cgroups.cores()} usable of {os.cpu_count()}")
+    memory, limits = psutil.virtual_memory(), cgroups.memory()
+    available, total = min((memory.available, memory.total), limits or (memory.available, memory.total))
+    text = f"{available / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
+    if available < GIB:
         yield Check("memory", "note", f"{text}; a deployment of the demo model takes about 1.5 GiB")
     else:
         yield Check("memory", "ok", text)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from baton import cgroups
 from baton.cli.fields import ROLES, fields_of
 from baton.rpc.address import join_address
 
@@ -62,6 +63,7 @@ class Child:
         self.state = State.WAITING
         self.since = time.monotonic()
         self.starts = 0
+        self._oom_kills = 0
         self._process: asyncio.subprocess.Process | None = None
         self._stdout: asyncio.Task[None] | None = None
 
@@ -96,6 +98,7 @@ class Child:
         """
         self._enter(State.STARTING)
         self.starts += 1
+        self._oom_kills = cgroups.oom_kills()
         http_port = "none" if self.http_port is None else str(self.http_port)
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
@@ -127,7 +130,7 @@ class Child:
                 return
         code = await process.wait()
         self._enter(State.DIED)
-        raise self._error(f"{self.name} {describe_exit(code)} before it was ready")
+        raise self._error(f"{self.name} {self._describe_end(code)} before it was ready")
 
     async def _drain_stdout(self, stdout: asyncio.StreamReader) -> None:
         """A child must never block on a full pipe."""
@@ -178,13 +181,22 @@ class Child:
         except OSError:
             return []
 
+    def _describe_end(self, code: int) -> str:
+        """Also whether a process was killed because memory ran out since the start."""
+        text = describe_exit(code)
+        if code != -signal.SIGKILL or cgroups.oom_kills() <= self._oom_kills:
+            return text
+        limits = cgroups.memory()
+        limit = f"all processes here may take {limits[1] / 2**30:.2f} GiB; " if limits else ""
+        return f"{text}: memory ran out ({limit}lower --kv-tokens, or take a smaller --dtype or model)"
+
     def _error(self, what: str) -> ChildError:
         lines = self.last_lines()
         return ChildError("\n".join([f"{what}; its log ({self.log}) ends:" if lines else what, *lines]))
 
     def died(self, code: int) -> ChildError:
         """The error that says how a healthy child ended."""
-        return self._error(f"{self.name} (pid {self.pid}) {describe_exit(code)}")
+        return self._error(f"{self.name} (pid {self.pid}) {self._describe_end(code)}")
 
 
 def describe_exit(code: int) -> str:

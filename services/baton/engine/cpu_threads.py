@@ -8,7 +8,6 @@ more tokens use all threads.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from baton import cgroups
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan, StepResult
 from baton.engine.sampling import SamplingParams
@@ -68,7 +68,7 @@ class TunedRunner:
         One core is left for other work (this process's event loop, gateway, tokenizer). Nothing disturbs the
         measurement here, but later one thread that waits for a busy core delays them all.
         """
-        most = min(self.threads, max(1, (os.cpu_count() or 1) - 1))
+        most = min(self.threads, max(1, cgroups.cores() - 1))
         candidates = [1 << power for power in range(most.bit_length()) if 1 << power < most]
         if not candidates:
             return most

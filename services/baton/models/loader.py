@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from baton import cgroups
 from baton.gguf_file import opened
 from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
@@ -48,7 +48,7 @@ def read_weights(path: Path, declared: Parameters, report: Progress) -> None:
     names = [name for _, names in found for name in names]
     progress = _Progress(sum(parameters[name].target.nbytes for name in names), report)
     filling = Filling()
-    count = min(_THREADS, os.cpu_count() or 1)
+    count = min(_THREADS, cgroups.cores())
     stripes = -(-count // len(found))
     with ThreadPoolExecutor(count, "weights") as threads:
         work = [

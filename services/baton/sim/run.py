@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton import cgroups
 from baton.sim import bugs
 from baton.sim.cluster import Cluster
 from baton.sim.scenario import Scenario, make_scenario
@@ -117,7 +118,7 @@ def run_many(
     bug: str = "",
 ) -> Iterator[Outcome]:
     """Outcomes as they come. `seconds`: no more seeds are begun after that."""
-    jobs = jobs or os.cpu_count() or 1
+    jobs = jobs or cgroups.cores()
     source = iter(seeds)
     deadline = time.monotonic() + seconds if seconds is not None else None
     # Not forked from this process, which may have threads, gRPC's among them, and pipes others read.

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from baton import cgroups
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.engine.startup_steps import StepLimits, largest_steps
@@ -59,11 +60,24 @@ def num_pages(
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
-    """Bytes of the device's memory; on a CPU what the system calls available is free."""
+    """Bytes of the device's memory; on a CPU what the system calls available is free, or what the process's
+    control groups leave of their limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     memory = psutil.virtual_memory()
-    return memory.available, memory.total
+    whole = memory.available, memory.total
+    return min(whole, cgroups.memory() or whole)
+
+
+def check_pool(needed: int) -> None:
+    """Raises BatonError if the process's control groups leave no room for a host's KV pool of `needed` bytes:
+    in the midst of its allocation the kernel would kill the process."""
+    limits = cgroups.memory()
+    if limits is not None and needed > limits[0]:
+        raise failed_precondition(
+            f"the KV pool does not fit: it takes {needed / GIB:.2f} GiB; {limits[0] / GIB:.2f} of the "
+            f"{limits[1] / GIB:.2f} GiB that this container may take are free: lower --kv-tokens"
+        )
 
 
 def check_weights(needed: int, free: int, total: int, fraction: float, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from baton import cgroups
 from baton.attention.base import AttentionBackend
 from baton.attention.fp8 import E4M3
 from baton.attention.registry import resolve as resolve_attention
@@ -48,9 +49,9 @@ def sized(config: WorkerConfig, device: torch.device) -> WorkerConfig:
     """The same with --max-rows, --token-budget and the threads of several ranks chosen, where they are 0."""
     rows, budget = (64, 512) if device.type == "cpu" else (256, 2048)
     rows = config.max_rows or min(rows, config.token_budget or rows)
-    threads = config.threads
-    if config.tp > 1 and not threads:
-        threads = max(1, torch.get_num_threads() * config.nnodes // config.tp)
+    threads, usable = config.threads, min(torch.get_num_threads(), cgroups.cores())
+    if not threads and (config.tp > 1 or usable < torch.get_num_threads()):
+        threads = max(1, usable * config.nnodes // config.tp)
     budget = config.token_budget or max(budget, rows)
     return replace(config, max_rows=rows, token_budget=budget, threads=threads)
 

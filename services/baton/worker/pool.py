@@ -14,6 +14,7 @@ from baton.layers.shard import ONE_RANK, Shard
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore, Segment, SegmentError, TransportError, offered
 from baton.v1 import common_pb2
+from baton.worker.memory import check_pool
 from baton.worker.model import own_part
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def _host_pool(
 ) -> tuple[KvPool, PublishedPool]:
     shared = "shm" in kinds or shard.size > 1
     layout, heads = own_part(layout, shard, torch.device("cpu"))
+    check_pool(num_pages * layout.page_bytes)
     segment = Segment.create(num_pages, layout.page_bytes, incarnation) if shared else None
     storage = segment.pages if segment is not None else None
     pool = KvPool(layout, num_pages, storage=storage, heads=heads)
