@@ -291,6 +291,9 @@ class GatewayConfig(NodeConfig):
     """99 % of a request's further tokens are to come within this time of the one before."""
     probe_every: float = 0.0
     """Seconds between requests of the gateway's own that try each hand-off in turn; 0: none."""
+    clamp_max_tokens: bool | None = None
+    """Reduce a max_tokens beyond what the context has room for, rather than refuse the request; neither:
+    /v1/messages alone does, whose clients ask for more than small contexts hold."""
     max_prompt_bytes: int = 8 * 2**20
     """Size of a prompt's text at most."""
     max_prompt_tokens: int = 0

@@ -340,7 +340,7 @@ async def test_bad_input_names_the_parameter_and_the_connection_goes_on():
             assert set(error) == {"message", "type", "param", "code"} and error["message"]
             assert error["type"] == "invalid_request_error"
         long = await rig.plain.post("/v1/completions", json={**COMPLETION, "prompt": "word " * 300})
-        assert "exceeds the context of 256" in long.json()["error"]["message"]
+        assert "maximum context length is 256 tokens" in long.json()["error"]["message"]
         bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "top_p": 2})
         assert bad.json()["error"]["message"].startswith("top_p must be")
         bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "cache_salt": "x" * 300})

@@ -99,9 +99,11 @@ class Scheduler(SchedulerState):
         if not request.prompt:
             raise Refused("EMPTY_PROMPT", "the prompt has no tokens", "token_ids")
         prompt_only = config.prompt_only or request.pooling is not None
-        if known + (0 if prompt_only else 1) > room:
+        # A single token is sampled and never computed on, so that the prompt may fill the context.
+        last = prompt_only or request.params.max_tokens == 1
+        if known + (0 if last else 1) > room:
             raise Refused("PROMPT_TOO_LONG", f"{known} tokens; this node holds at most {room}", "token_ids")
-        if not prompt_only and len(request.prompt) + request.params.max_tokens > room:
+        if not last and len(request.prompt) + request.params.max_tokens > room:
             wanted = f"prompt ({len(request.prompt)}) and max_tokens ({request.params.max_tokens})"
             text = f"{wanted} exceed {room} tokens"
             raise Refused("TOO_MANY_TOKENS", text, "sampling.max_tokens")

@@ -129,7 +129,9 @@ def _check_prompt(
         if not start.tokens.token_ids:
             raise invalid("tokens.token_ids", "the prompt is empty: give at least one token id")
         if model is not None:
-            check_room(len(start.tokens.token_ids), model.context_length, "tokens.token_ids")
+            count = len(start.tokens.token_ids)
+            wanted = _wanted(start.sampling, start.clamp_max_tokens)
+            check_room(count, model.context_length, "tokens.token_ids", wanted)
             check_token_ids(start.tokens.token_ids, model.vocab_size, "tokens.token_ids")
         return
     if kind == "text":
@@ -141,8 +143,14 @@ def _check_prompt(
         size = start.chat.ByteSize()
         if size > max_bytes:
             size = _chat_bytes(start.chat, max_bytes)
+    field = "text" if kind == "text" else "chat.messages"
+    if model is not None and size > MAX_TOKEN_BYTES * model.context_length:
+        least = -(-size // MAX_TOKEN_BYTES)
+        wanted = _wanted(start.sampling, start.clamp_max_tokens) or 1
+        error = context_exceeded(least, wanted, model.context_length, field)
+        error.message += f" The prompt has {size} bytes, and so at least these tokens."
+        raise error
     if size > max_bytes:
-        field = "text" if kind == "text" else "chat.messages"
         raise invalid(field, f"the prompt has at least {size} bytes, more than the {max_bytes} allowed here")
 
 
@@ -166,16 +174,36 @@ def _utf8_bytes(text: str, limit: int) -> int:
     return len(text) if len(text) > limit else len(text.encode())
 
 
-def check_room(prompt_tokens: int, context_length: int, prompt_field: str) -> int:
-    """Number of tokens that the context has left. Raises BatonError if there are none."""
+def _wanted(sampling: common_pb2.SamplingParams, clamp: bool) -> int:
+    """max_tokens that cannot be reduced; 0: it can be, or is not given."""
+    return 0 if clamp and sampling.max_tokens > 1 else sampling.max_tokens
+
+
+def context_exceeded(prompt_tokens: int, max_tokens: int, context_length: int, field: str) -> BatonError:
+    """In OpenAI's words, by which agents know that they have to shorten their conversation. field: that is to
+    be changed."""
+    error = invalid(
+        field,
+        f"This model's maximum context length is {context_length} tokens. However, you requested "
+        f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the messages, {max_tokens} in the "
+        f"completion). Please reduce the length of the messages or completion.",
+        "CONTEXT_LENGTH_EXCEEDED",
+    )
+    figures = {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens, "context_length": context_length}
+    error.metadata = {name: str(figure) for name, figure in figures.items()}
+    return error
+
+
+def check_room(prompt_tokens: int, context_length: int, prompt_field: str, max_tokens: int = 0) -> int:
+    """Number of tokens of output that there is room for. Raises BatonError if there is none.
+
+    max_tokens: that are asked for; 0: not given. A prompt may fill the context if it is 1: that token is
+    sampled and never computed on.
+    """
     room = context_length - prompt_tokens
-    if room < 1:
-        raise invalid(
-            prompt_field,
-            f"the prompt has {prompt_tokens} tokens; with at least one of output it exceeds the context of "
-            f"{context_length}",
-        )
-    return room
+    if room < 0 or (room == 0 and max_tokens != 1):
+        raise context_exceeded(prompt_tokens, max_tokens or 1, context_length, prompt_field)
+    return max(1, room)
 
 
 def fit(
@@ -184,21 +212,21 @@ def fit(
     context_length: int,
     prompt_field: str,
     defaults: common_pb2.SamplingParams | None = None,
+    *,
+    clamp: bool = False,
 ) -> common_pb2.SamplingParams:
     """The parameters for the decode node: without stop strings, with a seed and max_tokens. `defaults` hold
-    where `sampling` says nothing.
+    where `sampling` says nothing. clamp: a max_tokens beyond the room is reduced.
 
     Raises BatonError if the prompt, or the prompt and max_tokens together, exceed the context.
     """
     if prompt_tokens == 0:
         raise invalid(prompt_field, "the prompt has no tokens")
-    room = check_room(prompt_tokens, context_length, prompt_field)
-    if sampling.HasField("max_tokens") and sampling.max_tokens > room:
-        raise invalid(
-            "sampling.max_tokens",
-            f"sampling.max_tokens is {sampling.max_tokens}, but after the prompt's {prompt_tokens} tokens "
-            f"the context of {context_length} has room for {room}",
-        )
+    wanted = _wanted(sampling, clamp)
+    room = check_room(prompt_tokens, context_length, prompt_field, wanted)
+    if sampling.max_tokens > room and not clamp:
+        field = "sampling.max_tokens"
+        raise context_exceeded(prompt_tokens, wanted, context_length, field)
     if sampling.min_tokens > room:
         raise invalid(
             "sampling.min_tokens", f"sampling.min_tokens is {sampling.min_tokens}; {room} fit at most"
@@ -208,8 +236,7 @@ def fit(
         fitted.CopyFrom(defaults)
     fitted.MergeFrom(sampling)
     fitted.ClearField("stop")
-    if not fitted.HasField("max_tokens"):
-        fitted.max_tokens = room
+    fitted.max_tokens = min(fitted.max_tokens or room, room)
     if not fitted.HasField("seed"):
         fitted.seed = secrets.randbits(63)
     return fitted

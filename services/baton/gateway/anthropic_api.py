@@ -37,17 +37,22 @@ _STOP = {
 def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
     """Adds the routes."""
 
+    def start(body: MessagesRequest) -> list[inference_pb2.GenerateStart]:
+        made = messages_start(body)
+        made.clamp_max_tokens = gateway.config.clamp_max_tokens is not False
+        return [made]
+
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
         with naming_fields(TAGGED, NAMES):
-            body = await bodies.read_starts(request, MessagesRequest, lambda body: [messages_start(body)])
+            body = await bodies.read_starts(request, MessagesRequest, start)
         chat = body.made[0].chat
         unread = unread_arguments(gateway, chat)
         ignored = body.ignored | {_FIELDS.get(name, name) for name in unread} | unenforced(chat)
         naming = partial(naming_body, TAGGED, NAMES, grammar_field(body.made[0], "output_config.format"))
         async with running(gateway, body.made, request, naming) as job:
             made = MessagesAnswer(job, body.request.model)
-            return await respond(job, made, bool(body.request.stream), ignored)
+            return await respond(job, made, bool(body.request.stream), ignored, "max_tokens")
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:

@@ -105,7 +105,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
                 return Echo(await _text(gateway, body.made[prompt]), first)
 
             answer = CompletionAnswer(job, body.request, echo if body.request.echo else None)
-            return await respond(job, answer, bool(body.request.stream), body.ignored)
+            return await respond(job, answer, bool(body.request.stream), body.ignored, body.request.limit)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -115,7 +115,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
         naming = partial(naming_grammar_field, grammar_field(body.made[0], body.request.grammar_field))
         async with running(gateway, body.made, request, naming) as job:
             answer = ChatAnswer(job, body.request)
-            return await respond(job, answer, bool(body.request.stream), ignored)
+            return await respond(job, answer, bool(body.request.stream), ignored, body.request.limit)
 
     add_embeddings(app, gateway, bodies)
     add_scores(app, gateway, bodies)

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from baton.gateway import openai_errors
-from baton.gateway.openai_errors import ApiError
+from baton.gateway.openai_errors import CONTEXT_CODE, ApiError
 
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
@@ -35,7 +35,15 @@ def response(error: ApiError, path: str) -> JSONResponse:
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """In Anthropic's form."""
+    """In Anthropic's form. Clients read the figures of a full context out of its text."""
+    message = error.message
+    if error.code == CONTEXT_CODE and error.metadata:
+        figures = [int(error.metadata[name]) for name in ("prompt_tokens", "max_tokens", "context_length")]
+        prompt, output, context = figures
+        message = f"prompt is too long: {prompt} tokens > {min(context, prompt - 1)} maximum"
+        if prompt < context:
+            message = f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {context}"
+            message += ", decrease input length or `max_tokens` and try again"
     kind = "invalid_request_error" if error.status < 499 else "api_error"
     kind = _ANTHROPIC_TYPES.get(error.status, kind)
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -162,9 +162,11 @@ async def cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:
     job.cancel("the client has gone")
 
 
-async def respond(job: RequestBatch, answer: Answer, stream: bool, ignored: set[str]) -> Response:
+async def respond(
+    job: RequestBatch, answer: Answer, stream: bool, ignored: set[str], limit: str | None
+) -> Response:
     """The HTTP response. Raises ApiError for a failure before it begins. ignored: fields of the body that
-    have no effect."""
+    have no effect. limit: the field with max_tokens, if that was given."""
     response: Response
     if stream:
         await job.wait_for_start()
@@ -178,11 +180,16 @@ async def respond(job: RequestBatch, answer: Answer, stream: bool, ignored: set[
             else:
                 answer.add_end(event)
         response = JSONResponse(answer.whole())
-    return name_ignored(response, ignored)
+    return name_ignored(response, ignored, job, limit)
 
 
-def name_ignored(response: Response, ignored: set[str]) -> Response:
-    """The response, with a header that names fields of the body that have no effect."""
+def name_ignored(
+    response: Response, ignored: set[str], job: RequestBatch | None = None, limit: str | None = None
+) -> Response:
+    """The response, with a header that names fields of the body that have no effect. limit: the field with
+    max_tokens, which has none if the job had to reduce it."""
+    if limit is not None and job is not None and job.clamped:
+        ignored = ignored | {limit}
     if ignored:
         response.headers[IGNORED_HEADER] = ", ".join(sorted(ignored)[:MAX_IGNORED])
     return response

@@ -38,6 +38,9 @@ class RequestBatch:
     ) -> None:
         """traceparent: the client's trace context; empty: it has none."""
         self.n = starts[0].n or 1
+        self.clamped = False
+        """max_tokens of a prompt that has been accepted was reduced to the room that there is."""
+        self._max_tokens = starts[0].sampling.max_tokens
         self.ping_seconds = gateway.config.stream_ping_seconds
         self._naming = naming
         self._wake = asyncio.Event()
@@ -125,6 +128,7 @@ class RequestBatch:
         elif kind == "accepted":
             self._unaccepted.discard(number)
             self.prompt_tokens += event.accepted.prompt_tokens
+            self.clamped |= event.accepted.max_tokens < self._max_tokens
         elif kind == "finished":
             self._left.discard(number)
             self._taken.append((number, event.finished))

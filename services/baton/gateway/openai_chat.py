@@ -232,6 +232,10 @@ class ChatRequest(CommonRequest):
     separate_reasoning: Literal[True] | None = None
     reasoning: Reasoning | None = None
 
+    @property
+    def limit(self) -> str | None:
+        return super().limit if self.max_completion_tokens is None else "max_completion_tokens"
+
 
 def chat_start(request: ChatRequest) -> inference_pb2.GenerateStart:
     """Raises ApiError for what is not supported, BatonError for sampling parameters that are wrong."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -33,6 +34,10 @@ _PARAMS = {
     "chat.messages": "messages",
     "namespace": "cache_salt",
 }
+_CONTEXT_REASONS = ("CONTEXT_LENGTH_EXCEEDED", "PROMPT_TOO_LONG", "TOO_MANY_TOKENS")
+"""The prompt, or the prompt and what is asked for, are too long: for the model, a node's pool or a key."""
+CONTEXT_CODE = "context_length_exceeded"
+"""OpenAI's code for these."""
 GRAMMAR_PARAM = "response_format"
 """Of chat; `http_requests.naming_grammar` knows other fields that a grammar may come from."""
 
@@ -48,6 +53,8 @@ class ApiError(Exception):
         self.param = cut(param) if param is not None else None
         self.code = code
         self.retry_after_ms: int | None = None
+        self.metadata: Mapping[str, str] = {}
+        """As of BatonError."""
 
 
 def invalid_value(param: str, message: str) -> ApiError:
@@ -63,8 +70,9 @@ def from_baton(error: BatonError) -> ApiError:
             message = message.replace(error.field, param)
         elif message.startswith(f"{error.field} "):
             message = param + message.removeprefix(error.field)
-    api = ApiError(_STATUS.get(error.code, 500), message, param, error.reason.lower())
-    api.retry_after_ms = error.retry_after_ms
+    code = CONTEXT_CODE if error.reason in _CONTEXT_REASONS else error.reason.lower()
+    api = ApiError(_STATUS.get(error.code, 500), message, param, code)
+    api.retry_after_ms, api.metadata = error.retry_after_ms, error.metadata
     return api
 
 

@@ -114,6 +114,11 @@ class CommonRequest(Strict):
         return GRAMMAR_PARAM if self.structured_outputs is None else "structured_outputs"
 
     @property
+    def limit(self) -> str | None:
+        """The field that limits the output, if it was given."""
+        return "max_tokens" if self.max_tokens is not None else None
+
+    @property
     def usage_in_stream(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -173,6 +178,8 @@ def completion_starts(request: CompletionRequest) -> list[inference_pb2.Generate
     starts = []
     for prompt in _prompts(request):
         start = common_start(request, sampling)
+        if tokens is None:
+            start.clamp_max_tokens = True
         if request.best_of is not None:
             start.n = request.best_of
         starts.append(start)

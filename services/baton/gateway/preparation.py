@@ -55,7 +55,11 @@ async def prepare(
         raise gateway.no_decode_node()
     api_key.check_prompt(len(prompt.token_ids), prompt.field)
     length, context = len(prompt.token_ids), model.context_length
-    sampling = admission.fit(start.sampling, length, context, prompt.field, model.default_sampling)
+    clamp = bool(gateway.config.clamp_max_tokens)
+    if start.HasField("clamp_max_tokens"):
+        clamp = start.clamp_max_tokens
+    defaults = model.default_sampling
+    sampling = admission.fit(start.sampling, length, context, prompt.field, defaults, clamp=clamp)
     outputs, field = None, "sampling.grammar"
     if start.HasField("chat") and not start.raw_output:
         outputs = OutputParsers(start.chat, prompt.end, model)

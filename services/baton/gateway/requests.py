@@ -222,7 +222,7 @@ class Request:
         if not self._accepted:
             self._accepted = True
             accepted = inference_pb2.Accepted(request_id=self.name, seed=self._template.sampling.seed)
-            accepted.prompt_tokens = len(self.log.prompt_ids)
+            accepted.prompt_tokens, accepted.max_tokens = len(self.log.prompt_ids), self._max_tokens
             self.log.accept(accepted)
             self._on_change()
 

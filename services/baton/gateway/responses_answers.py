@@ -8,13 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.gateway.openai_errors import ApiError
+from baton.gateway.openai_errors import CONTEXT_CODE, ApiError
 from baton.gateway.openai_fields import DroppedTool
 from baton.gateway.responses_protocol import ResponsesRequest
 from baton.gateway.responses_tools import CustomTool, FunctionTool, Namespace, function_item
 from baton.gateway.typed_events import Json, TypedAnswer
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
+_CODES = {429: "rate_limit_exceeded"}
+"""Of failures in a stream, by HTTP status: clients know by them what to do."""
 CANCELLED = 499
 """HTTP status of requests that were cancelled."""
 
@@ -126,7 +128,10 @@ class ResponseAnswer(TypedAnswer):
 
     def fail(self, error: ApiError) -> list[Json]:
         self._response["status"] = "cancelled" if error.status == CANCELLED else "failed"
-        self._response["error"] = {"code": "server_error", "message": error.message}
+        code = _CODES.get(error.status, "server_error")
+        if error.code == CONTEXT_CODE:
+            code = CONTEXT_CODE
+        self._response["error"] = {"code": code, "message": error.message}
         events = self._close("incomplete")
         self._keep(self._response, None)
         return [*events, self._of_response("response.failed")]

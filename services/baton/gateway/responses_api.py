@@ -108,7 +108,8 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             answer = ResponseAnswer(asked, id, keep)
             if asked.stream:  # else nobody knows its name before it has ended
                 under_way[owner, id] = job
-            made = await respond(job, answer, bool(asked.stream), ignored)
+            limit = "max_output_tokens" if asked.max_output_tokens is not None else None
+            made = await respond(job, answer, bool(asked.stream), ignored, limit)
             return name_dropped(made, body.dropped, job.name)
 
     @app.api_route("/v1/responses/{id}", methods=["GET", "HEAD"])
@@ -135,7 +136,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             body = await bodies.read_starts(request, CompactRequest, starts)
             await bound(gateway, body.made[0], request.state.api_key)
         async with running(gateway, body.made, request, partial(naming_fields, TAGGED, NAMES)) as job:
-            return await respond(job, CompactAnswer(body.made[0]), False, set(body.ignored))
+            return await respond(job, CompactAnswer(body.made[0]), False, set(body.ignored), None)
 
     @app.post("/v1/responses/{name}")
     async def unknown(name: str) -> Response:

@@ -110,7 +110,6 @@ class ResponsesRequest(Conversation):
         "background": "is not supported: stream the answer",
         "conversation": "is not supported: give previous_response_id, or the items",
         "prompt": "is not supported: give input and instructions",
-        "top_logprobs": "is not supported: /v1/chat/completions has it",
     }
 
     store: bool | None = None
@@ -120,6 +119,7 @@ class ResponsesRequest(Conversation):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    top_logprobs: Literal[0] | None = None
     tools: Elements[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

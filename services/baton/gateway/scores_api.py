@@ -175,7 +175,7 @@ async def _starts(
         if model is not None:
             tokens = len(first[pair.first]) + len(second[pair.second])
             try:
-                check_room(tokens, model.context_length, pair.fields[0])
+                check_room(tokens, model.context_length, pair.fields[0], 1)
             except BatonError as error:
                 error.message = f"{error.field}, with what is scored after it: {error.message}"
                 raise

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from baton.gateway.http_requests import COMMENT, EventStream, name_ignored, naming_grammar_field, to_json
 from baton.gateway.openai_answers import RequestBatch
-from baton.gateway.openai_errors import ApiError, from_baton
+from baton.gateway.openai_errors import CONTEXT_CODE, ApiError, from_baton
 from baton.rpc.errors import BatonError
 from baton.v1 import inference_pb2
 
@@ -84,19 +84,23 @@ def _rename(error: ApiError, tagged: str, names: Names) -> None:
         plain = re.sub(rf"^({tagged})\.\w+(?=\.|$)", r"\1", error.param)
         for pattern, name in names:
             plain = re.sub(pattern, name, plain)
-        error.message = error.message.replace(error.param, plain)
+        if error.code != CONTEXT_CODE:  # whose words clients know
+            error.message = error.message.replace(error.param, plain)
         error.param = plain
 
 
-async def respond(job: RequestBatch, answer: TypedAnswer, stream: bool, ignored: set[str]) -> Response:
-    """The HTTP response. Raises ApiError for a failure before it begins."""
+async def respond(
+    job: RequestBatch, answer: TypedAnswer, stream: bool, ignored: set[str], limit: str | None
+) -> Response:
+    """The HTTP response. Raises ApiError for a failure before it begins. limit: the field with max_tokens, if
+    that was given."""
     if stream:
         await job.wait_for_start()
-        return name_ignored(EventStream(job, _events(job, answer), answer.PING), ignored)
+        return name_ignored(EventStream(job, _events(job, answer), answer.PING), ignored, job, limit)
     answer.opening()
     async for _, event in job.events():
         _take(answer, event)
-    return name_ignored(JSONResponse(answer.whole()), ignored)
+    return name_ignored(JSONResponse(answer.whole()), ignored, job, limit)
 
 
 def _take(answer: TypedAnswer, event: inference_pb2.Delta | inference_pb2.Finished) -> list[Json]:

@@ -45,6 +45,8 @@ class BatonError(Exception):
         self.message = message
         self.field = field
         self.retry_after_ms = retry_after_ms
+        self.metadata: dict[str, str] = {}
+        """Figures of the error, for programs: ErrorInfo.metadata."""
         self.recorded = False
         """A request that failed with it has been logged and counted already."""
 
@@ -99,7 +101,8 @@ def to_status(error: BatonError) -> status_pb2.Status:
     """The error as a google.rpc.Status."""
     message = cut(error.message)
     status = status_pb2.Status(code=error.code.value[0], message=message)
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    status.details.add().Pack(info)
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=cut(error.field), description=message, reason=error.reason
@@ -121,7 +124,7 @@ def from_status(status: status_pb2.Status) -> BatonError:
     retry = error_details_pb2.RetryInfo()
     for detail in status.details:
         if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
-            error.reason = info.reason or error.reason
+            error.reason, error.metadata = info.reason or error.reason, dict(info.metadata)
         elif detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad) and bad.field_violations:
             error.field = bad.field_violations[0].field
         elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
