@@ -504,6 +504,19 @@ def test_what_can_never_run_is_refused_at_the_door(bad, field):
     engine.run()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_may_fill_the_context_or_the_pool_for_one_token(overlap):
+    for context, pages in (40, 64), (40, 10):
+        engine = Engine(overlap=overlap, context_length=context, pages=pages)
+        full = request("a", range(context), max_tokens=1)
+        engine.scheduler.submit(full)
+        for wrong in request("b", range(context), 2), request("c", range(context + 1), 1):
+            with pytest.raises(Refused):
+                engine.scheduler.submit(wrong)
+        engine.run()
+        check_outputs(engine, [full])
+
+
 def test_the_queue_is_bounded():
     engine = Engine(max_waiting=2)
     engine.scheduler.submit(request(1, range(5)))
