@@ -167,7 +167,7 @@ REFUSED = {
         schema(allOf=[{"anyOf": [{"required": [f"{i}.{j}"]} for j in range(4)]} for i in range(12)]),
         "too large",
     ),
-    "many optional": (schema(type="object", properties={f"p{i}": {} for i in range(1500)}), "items"),
+    "many optional": (schema(type="object", properties={f"p{i}": {} for i in range(1500)}), "properties"),
     "regex": (GrammarSpec("regex", "(a"), "unclosed group"),
     "look-around": (GrammarSpec("regex", "(?=a)b"), "look-ahead"),
     "deep regex": (GrammarSpec("regex", "(" * 20_000 + "a" + ")" * 20_000), "nest"),

@@ -29,9 +29,9 @@ def fits(grammar, text):
         matcher.fill(words)
     except GrammarError:
         return False
-    return bool(words[8] & 1)
+    return not whole or bool(words[8] & 1)
 for line in sys.stdin:
-    kind, source, texts = json.loads(line)
+    kind, source, texts, whole = json.loads(line)
     try:
         grammar = backend.compile(GrammarSpec(kind, source))
         verdict = [fits(grammar, text) for text in texts]
@@ -49,10 +49,14 @@ class Library:
             [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def fits(self, source, *texts, kind="json_schema"):
+    def begins(self, source, *texts):
+        """Whether each of the texts is the beginning of one that fits; a string: the error."""
+        return self.fits(source, *texts, whole=False)
+
+    def fits(self, source, *texts, kind="json_schema", whole=True):
         """Whether each of the texts fits; a string: the error."""
         source = source if isinstance(source, str) else json.dumps(source)
-        self._child.stdin.write(json.dumps([kind, source, texts]) + "\n")
+        self._child.stdin.write(json.dumps([kind, source, texts, whole]) + "\n")
         self._child.stdin.flush()
         line = self._child.stdout.readline()
         assert line, f"the process has ended with {self._child.wait(10)}: {source}"
@@ -350,6 +354,58 @@ def test_a_keyword_is_no_name(library):
         True,
         False,
     ]
+
+
+# --- what the library would find only in the middle of an answer ----------------------------------------
+
+
+def test_what_never_ends_fits_nothing(library):
+    endless = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}, "required": ["next"]}
+    name = {"properties": {"const": {"$ref": "#/$defs/a"}, "$ref": {"type": "string"}}}
+    for schema, good, bad in (
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}, ["null"], ["{"]),
+        ({"type": "object", **name}, ['{"$ref": ""}'], ['{"const"']),
+        ({"type": "array", "items": {"$ref": "#/$defs/a"}}, ["[]"], ["[{"]),
+        ({"const": {"$ref": "#/$defs/a"}}, ['{"$ref": "#/$defs/a"}'], ["false"]),
+    ):
+        schema = {"$defs": {"a": endless}, **schema}
+        assert library.fits(schema, *good) == [True] * len(good)
+        assert library.begins(schema, *bad) == [False] * len(bad), schema
+    assert "never ends" in library.fits({"$defs": {"a": endless}, "$ref": "#/$defs/a"})
+    leaf = {
+        "$defs": {"a": {"anyOf": [endless, {"type": "array", "items": {"$ref": "#"}}]}},
+        "$ref": "#/$defs/a",
+    }
+    assert library.fits(leaf, '{"next": {"next": [[]]}}', '{"next": null}') == [True, False]
+
+
+def chosen(count, optional):
+    """A union of objects with so many properties that need not be there, inside of an object."""
+    objects = [
+        {
+            "type": "object",
+            "properties": {f"{number}.{name}": {"type": "null"} for name in range(optional + 1)},
+            "required": [f"{number}.{optional}"],
+            "additionalProperties": False,
+        }
+        for number in range(count)
+    ]
+    return {"type": "object", "properties": {"a": {"anyOf": objects}}, "required": ["a"]}
+
+
+def test_too_many_ways_to_go_on(library):
+    """They are refused before the answer begins, and what is not refused goes on behind that place."""
+    for served, refused in (
+        (chosen(1900, 0), chosen(3000, 0)),
+        (chosen(240, 2), chosen(260, 2)),
+        (chosen(1, 495), chosen(1, 505)),
+    ):
+        assert library.begins(served, '{"a": {"0.0": null') == [True]
+        assert re.match(r"(anyOf|properties): about \d+ parts may follow", library.fits(refused)), refused
+    union = {"$defs": {"u": chosen(1500, 0)["properties"]["a"]}, "anyOf": [{"$ref": "#/$defs/u"}] * 2}
+    assert library.fits(union).startswith("anyOf: about 3000 parts")
+    loose = rewrite(chosen(3000, 0), loose=True)
+    assert loose.unenforced == ["anyOf"] and library.fits(loose.schema, '{"a": {"x": 1}}') == [True]
 
 
 # --- what is left out of a tool that is not strict ------------------------------------------------------

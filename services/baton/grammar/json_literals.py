@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from baton.grammar.json_reach import each_schema, refers
 from baton.grammar.json_schema import Exact, SchemaError, rewrite
 
 Value = Any
@@ -122,14 +123,13 @@ class _Writer:
         raise SchemaError(f"{path.lstrip('.') or 'the schema'} ({said}): {text}")
 
     def _has_exact(self, schema: Value) -> bool:
-        return any(
-            isinstance(each, Exact) or (isinstance(each, dict) and each.get("$ref") in self._exact)
-            for each in _each(schema)
+        return is_exact(schema) or any(
+            refers(each) and each["$ref"] in self._exact for each in each_schema(schema)
         )
 
     def _whole(self, schema: Value, path: str) -> Value:
         """The schema with the definitions that it may refer to."""
-        references = {each["$ref"] for each in _each(schema) if isinstance(each, dict) and "$ref" in each}
+        references = {each["$ref"] for each in each_schema(schema) if refers(each)}
         if not references <= self._definitions.keys():
             raise SchemaError(
                 f"{path.lstrip('.')}: beside a literal beyond ±2^53, references are to definitions only"

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from baton.grammar.json_patterns import without_look_around
+from baton.grammar.json_reach import IN_MAPS, MAX_ITEMS, check_width, without_endless
 
 Value = Any
 """Of JSON."""
@@ -28,8 +29,6 @@ MAX_COUNT = 2**31 - 1
 MAX_MULTIPLE = 2**32 - 1
 MAX_DEPTH = 128
 """Of nested values; the library's own limit."""
-MAX_OBJECTS = 1900
-"""In one union: the library follows them all at once, at most 2,000."""
 
 _FLOATS = {
     int(each) for each in (1.7976931348623157e308, 3.4028234663852886e38, 3.4028235e38, 7.922816251426434e28)
@@ -43,8 +42,9 @@ _LIMITS = {
 """What integers of 64 and 128 bits, floating-point numbers and .NET's decimals hold at most; some are rounded
 on their way."""
 
-_IN_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_TEXTS = {"format", "pattern", "patternProperties"}
 _CONDITIONS = {"not", "if", "then", "else"}
 _CONTAINS = {"contains", "minContains", "maxContains"}
 _DEPENDENT = {"dependentRequired", "dependentSchemas", "dependencies"}
@@ -61,10 +61,9 @@ _NOT_ENFORCED = {
 }
 """What the library knows and refuses."""
 _KEYWORDS = {
-    *("$ref", "$id", "id", "$schema", "$anchor", "type", "required", "format", "pattern", "multipleOf"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "allOf", "anyOf", "oneOf"),
+    *("$ref", "$id", "id", "$schema", "$anchor", "type", "required", "allOf", "anyOf", "oneOf"),
     *("items", "prefixItems", "additionalItems", "additionalProperties"),
-    *(_IN_MAPS | _COUNTS | _NOT_ENFORCED),
+    *(IN_MAPS | _NUMBERS | _COUNTS | _TEXTS | _NOT_ENFORCED),
 }
 """With const and enum; all others are annotations."""
 _APPLICATORS = {
@@ -114,8 +113,10 @@ class _Rewriter:
 
     def rewritten(self, schema: Value) -> Rewritten:
         made = self._schema(schema, "", 0)
+        made = without_endless(made)
+        check_width(made, self._too_wide)
         if made is False:
-            raise SchemaError("nothing fits: the schema is false")
+            raise SchemaError("nothing fits: the schema is false, or never ends")
         if self._loose and isinstance(made, dict) and "oneOf" in self._unenforced:
             given = made.get("x-guidance", {})
             if isinstance(given, dict):
@@ -132,7 +133,7 @@ class _Rewriter:
         made: dict[str, Value] = {}
         for key, value in given.items():
             where = f"{path}.{key}" if path else key
-            if key in _IN_MAPS and isinstance(value, dict):
+            if key in IN_MAPS and isinstance(value, dict):
                 made[key] = {
                     name: self._schema(each, f"{where}.{name}", depth + 2) for name, each in value.items()
                 }
@@ -147,15 +148,17 @@ class _Rewriter:
                     made[key] = value
             elif key in _KEYWORDS or key in self._pointed:
                 made[key] = self._schema(value, where, depth + 1)
-        self._bounds(made, path)
-        self._counts(made, path)
-        self._texts(made, path)
-        self._unions(made, path)
-        if not _simplify(made, any_name="$dynamicRef" not in self._pointed):
-            return False
-        for key in sorted(_NOT_ENFORCED.intersection(made)):
-            self._not_enforced(made, key, path)
-        return made
+        for keywords, check in (
+            (_NUMBERS, self._bounds),
+            (_COUNTS, self._counts),
+            (_TEXTS, self._texts),
+            (_NOT_ENFORCED, self._others),
+        ):
+            if not keywords.isdisjoint(made):
+                check(made, path)
+        if self._loose and "oneOf" in made:
+            self._unenforced.append("oneOf")
+        return False if made.get("not") is True else made
 
     def _literal(self, value: Value, where: str, depth: int) -> Value:
         for number in _numbers(value, depth):
@@ -222,24 +225,25 @@ class _Rewriter:
                 if self._loose:
                     made["additionalProperties"] = True
 
-    def _unions(self, made: dict[str, Value], path: str) -> None:
-        if self._loose and "oneOf" in made:
-            self._unenforced.append("oneOf")
-        for key in ("anyOf", "oneOf", "enum"):
-            given = made.get(key)
-            if not isinstance(given, list) or len(given) <= MAX_OBJECTS:
-                continue
-            count = sum(_is_large(each) if key != "enum" else isinstance(each, dict | list) for each in given)
-            if count > MAX_OBJECTS:
-                self._refuse(
-                    made, key, path, f"{count} objects or arrays; at most {MAX_OBJECTS} can be told apart"
-                )
+    def _others(self, made: dict[str, Value], path: str) -> None:
+        _simplify(made, any_name="$dynamicRef" not in self._pointed)
+        if made.get("not") is True:
+            return
+        for key in sorted(_NOT_ENFORCED.intersection(made)):
+            self._not_enforced(made, key, path)
 
     def _refuse(self, made: dict[str, Value], key: str, path: str, why: str) -> None:
         if not self._loose:
             raise SchemaError(f"{f'{path}.{key}' if path else key}: {why}")
         del made[key]
         self._unenforced.append(key)
+
+    def _too_wide(self, schema: dict[str, Value], key: str, count: int) -> None:
+        if key in schema:
+            self._refuse(
+                schema, key, "", f"about {count} parts may follow at one place; {MAX_ITEMS} can be followed"
+            )
+            schema["additionalProperties"] = True
 
     def _not_enforced(self, made: dict[str, Value], key: str, path: str) -> None:
         """The library says why, unless it is left out."""
@@ -251,16 +255,15 @@ class _Rewriter:
 _RANGE = "±2^53, with a fraction ±10^15, beyond which numbers are not exact"
 
 
-def _simplify(made: dict[str, Value], *, any_name: bool) -> bool:
-    """Leaves out what says nothing, and says some keywords by others. False: the schema fits nothing.
+def _simplify(made: dict[str, Value], *, any_name: bool) -> None:
+    """Leaves out what says nothing, and says some keywords by others. If `not` is true then, nothing fits.
 
     any_name: no anchor is referred to dynamically.
     """
-    if "not" in made:
-        if _fits_all(made["not"]):
-            return False
-        if made["not"] is False:
-            del made["not"]
+    if "not" in made and _fits_all(made["not"]):
+        made["not"] = True
+    elif made.get("not") is False:
+        del made["not"]
     for key in ("then", "else"):
         if key in made and ("if" not in made or _fits_all(made[key])):
             del made[key]
@@ -284,7 +287,6 @@ def _simplify(made: dict[str, Value], *, any_name: bool) -> bool:
             del made[key]
             made.setdefault("additionalItems" if isinstance(made.get(own), list) else own, False)
     _name_properties(made)
-    return True
 
 
 def _name_properties(made: dict[str, Value]) -> None:
@@ -311,14 +313,6 @@ def _name_properties(made: dict[str, Value]) -> None:
 
 def _fits_all(schema: Value) -> bool:
     return schema is True or schema == {}
-
-
-def _is_large(schema: Value) -> bool:
-    """It may be of objects or arrays, which the library does not tell apart by one expression."""
-    if isinstance(schema, dict) and schema.keys() & {"const", "enum"}:
-        return any(isinstance(each, dict | list) for each in [schema.get("const"), *schema.get("enum", [])])
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    return kind not in ("string", "integer", "number", "boolean", "null")
 
 
 def _is_number(value: Value) -> bool:
