@@ -12,7 +12,14 @@ from fastapi.responses import JSONResponse
 from baton.gateway.anthropic_protocol import CountRequest, MessagesRequest, count_start, messages_start
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_errors import anthropic_body
-from baton.gateway.http_requests import BodyReader, grammar_field, name_ignored, running, unread_arguments
+from baton.gateway.http_requests import (
+    BodyReader,
+    grammar_field,
+    name_dropped,
+    name_ignored,
+    running,
+    unread_arguments,
+)
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.recorded_calls import recorded_call
@@ -21,7 +28,13 @@ from baton.gateway.typed_events import OF_TOOLS, Json, TypedAnswer, naming_body,
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 TAGGED = r"messages\[\d+\]\.content\[\d+\]"
-NAMES = (*OF_TOOLS, (r"^stop\b", "stop_sequences"))
+NAMES = (
+    *OF_TOOLS,
+    (r"^stop\b", "stop_sequences"),
+    # Kinds of blocks in blocks, and of sources.
+    (rf"^({TAGGED}\.content\[\d+\])\.\w+(?=\.|$)", r"\1"),
+    (r"\.source\.(?:text|content|base64|url)(?=\.)", ".source"),
+)
 _FIELDS = {
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs.enable_thinking": "thinking",
@@ -52,7 +65,8 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         naming = partial(naming_body, TAGGED, NAMES, grammar_field(body.made[0], "output_config.format"))
         async with running(gateway, body.made, request, naming) as job:
             made = MessagesAnswer(job, body.request.model)
-            return await respond(job, made, bool(body.request.stream), ignored, "max_tokens")
+            response = await respond(job, made, bool(body.request.stream), ignored, "max_tokens")
+            return name_dropped(response, body.dropped, job.name)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
@@ -64,7 +78,8 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
             call.tokens = len(encoded.token_ids)
             api_key.check_prompt(call.tokens, "messages")
-        return name_ignored(JSONResponse({"input_tokens": call.tokens}), body.ignored)
+        response = name_ignored(JSONResponse({"input_tokens": call.tokens}), body.ignored)
+        return name_dropped(response, body.dropped, call.name)
 
 
 class MessagesAnswer(TypedAnswer):

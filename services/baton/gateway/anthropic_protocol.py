@@ -3,89 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from baton.gateway.images import IMAGE, PART, ImageBlock, image_or_part
+from baton.gateway.anthropic_blocks import (
+    CACHE,
+    Block,
+    LeftOutBlock,
+    Said,
+    Text,
+    Thinking,
+    ToolResult,
+    ToolUse,
+    said,
+)
 from baton.gateway.openai_chat import EFFORTS
 from baton.gateway.openai_errors import invalid_value
-from baton.gateway.openai_fields import Elements, Int64, Strict, TopK
+from baton.gateway.openai_fields import DroppedTool, Elements, Int64, Strict, TopK
 from baton.rpc.validate import check_sampling
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
-
-_CACHE = {"cache_control": "every prompt finds what is cached of it"}
-
-
-class Text(Strict):
-    PLACE = "messages.content"
-    HINTS: ClassVar[Mapping[str, str]] = {**_CACHE, "citations": "are the client's own record"}
-
-    type: Literal["text"]
-    text: str
-
-    @property
-    def said(self) -> str:
-        return self.text
-
-
-TextOrImage = Annotated[
-    Annotated[Text, Tag(PART)] | Annotated[ImageBlock, Tag(IMAGE)], image_or_part("image")
-]
-
-
-class ToolUse(Strict):
-    PLACE = "messages.content"
-    HINTS: ClassVar[Mapping[str, str]] = {**_CACHE, "caller": "is the client's own record"}
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ToolResult(Strict):
-    PLACE = "messages.content"
-    HINTS: ClassVar[Mapping[str, str]] = {
-        **_CACHE,
-        "is_error": "no template here shows it: say it in the content",
-    }
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | Elements[TextOrImage] | None = None
-
-
-class Thinking(Strict):
-    PLACE = "messages.content"
-    HINTS: ClassVar[Mapping[str, str]] = {"signature": "thinking is not signed here"}
-
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinking(Strict):
-    PLACE = "messages.content"
-    HINTS: ClassVar[Mapping[str, str]] = {"data": "no model here can read it"}
-
-    type: Literal["redacted_thinking"]
-
-
-def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-    return kind if isinstance(kind, str) and kind else "text"
-
-
-Block = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[ImageBlock, Tag("image")]
-    | Annotated[ToolUse, Tag("tool_use")]
-    | Annotated[ToolResult, Tag("tool_result")]
-    | Annotated[Thinking, Tag("thinking")]
-    | Annotated[RedactedThinking, Tag("redacted_thinking")],
-    Discriminator(_kind),
-]
 
 
 class Message(Strict):
@@ -98,7 +36,7 @@ class Message(Strict):
 class Tool(Strict):
     PLACE = "tools"
     HINTS: ClassVar[Mapping[str, str]] = {
-        **_CACHE,
+        **CACHE,
         "eager_input_streaming": "calls come whole",
         "input_examples": "the schema says what fits",
         "defer_loading": "all tools are shown to the model",
@@ -110,6 +48,16 @@ class Tool(Strict):
     description: str = ""
     input_schema: dict[str, Any]
     strict: bool | None = None
+
+
+def _tool_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "custom" if kind in (None, "custom") else "other"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("custom")] | Annotated[DroppedTool, Tag("other")], Discriminator(_tool_kind)
+]
 
 
 class ToolChoice(Strict):
@@ -151,7 +99,7 @@ class CountRequest(Strict):
         "speed": "there is one",
         "inference_geo": "requests stay where the gateway is",
         "context_management": "the client keeps its context",
-        **_CACHE,
+        **CACHE,
     }
     REFUSED: ClassVar[Mapping[str, str]] = {
         "container": "is not supported: there are no containers",
@@ -161,7 +109,7 @@ class CountRequest(Strict):
     model: str
     messages: Elements[Message]
     system: str | Elements[Text] | None = None
-    tools: Elements[Tool] | None = None
+    tools: Elements[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
@@ -238,7 +186,7 @@ def chat_prompt(request: CountRequest) -> tokenizer_pb2.ChatPrompt:
         raise invalid_value("messages", "messages is empty: give at least one")
     chat = tokenizer_pb2.ChatPrompt()
     if request.system:
-        chat.messages.add(role="system", content=_text(request.system))
+        chat.messages.add(role="system", content=said(request.system))
     for index, message in enumerate(request.messages):
         _add_message(chat, message, f"messages[{index}]")
     last = chat.messages[-1]
@@ -246,6 +194,8 @@ def chat_prompt(request: CountRequest) -> tokenizer_pb2.ChatPrompt:
         last.role == "assistant" and bool(last.content.strip()) and not last.tool_calls
     )
     for tool in request.tools or ():
+        if isinstance(tool, DroppedTool):
+            continue
         made = chat.tools.add(name=tool.name, description=tool.description)
         made.parameters = json.dumps(tool.input_schema, ensure_ascii=False)
         if tool.strict is not None:
@@ -278,9 +228,11 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: Message, field: str) -
         if isinstance(block, ToolResult):
             if message.role != "user":
                 raise invalid_value(place, f"{place}: a tool_result is of the user")
-            chat.messages.add(role="tool", content=_text(block.content), tool_call_id=block.tool_use_id)
-        elif isinstance(block, Text | ImageBlock):
+            chat.messages.add(role="tool", content=said(block.content), tool_call_id=block.tool_use_id)
+        elif isinstance(block, Said):
             texts.append(block.said)
+        elif isinstance(block, LeftOutBlock):
+            continue
         elif message.role != "assistant":
             raise invalid_value(place, f"{place}: {block.type} is of the assistant")
         elif isinstance(block, ToolUse):
@@ -292,9 +244,3 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: Message, field: str) -
     results = any(isinstance(block, ToolResult) for block in message.content)
     if made.content or made.tool_calls or made.reasoning or not results:
         chat.messages.append(made)
-
-
-def _text(given: str | Sequence[Text | ImageBlock] | None) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    return "".join(block.said for block in given)

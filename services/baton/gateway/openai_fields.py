@@ -101,3 +101,19 @@ class DroppedTool(BaseModel):
         if isinstance(info.context, Reading):
             info.context.dropped.add(re.sub(r"[^a-zA-Z0-9_.-]", "_", self.type[:64]))
         return self
+
+
+class LeftOut(BaseModel):
+    """A trace in a history of what a server did on its own. Its outcome is in the answer that followed."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    PLACE: ClassVar[str]
+
+    type: str
+
+    @model_validator(mode="after")
+    def _note(self, info: ValidationInfo) -> LeftOut:
+        if isinstance(info.context, Reading):
+            info.context.ignored.add(f"{self.PLACE}.{self.type}")
+        return self

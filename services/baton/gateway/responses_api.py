@@ -26,6 +26,7 @@ TAGGED = r"(?:input|tools)\[\d+\]"
 NAMES = (
     *OF_TOOLS,
     (r"^max_tokens$", "max_output_tokens"),
+    (rf"^({TAGGED}\.tools\[\d+\])\.\w+(?=\.|$)", r"\1"),
     (r"^messages(\[\d+\](\.tool_calls\[\d+\])?(\.function)?)?(?=\.|$)", "input"),
 )
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, TypeAdapter, ValidationInfo, model_validator
+from pydantic import Discriminator, Tag, TypeAdapter
 
 from baton.gateway.images import IMAGE, PART, InputImage, image_or_part
 from baton.gateway.openai_errors import invalid_value
-from baton.gateway.openai_fields import Elements, Reading, Strict, call_arguments
+from baton.gateway.openai_fields import Elements, LeftOut, Strict, call_arguments
 from baton.gateway.responses_tools import Tool, custom_arguments, shown_name
 from baton.v1 import tokenizer_pb2
 
@@ -145,10 +145,8 @@ class ReferenceItem(Item):
     id: str
 
 
-class LeftOutItem(BaseModel):
-    """A trace of what a server did on its own: its outcome is in the answer that followed."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
+class LeftOutItem(LeftOut):
+    PLACE = "input"
 
     type: Literal[
         "web_search_call",
@@ -161,12 +159,6 @@ class LeftOutItem(BaseModel):
         "mcp_approval_request",
         "mcp_approval_response",
     ]
-
-    @model_validator(mode="after")
-    def _note(self, info: ValidationInfo) -> LeftOutItem:
-        if isinstance(info.context, Reading):
-            info.context.ignored.add(f"input.{self.type}")
-        return self
 
 
 class ReasoningItem(Item):
