@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
@@ -19,10 +20,13 @@ from random_checkpoints import (
 )
 from safetensors.torch import load_file, save_file
 
+from baton.attention.torch_sdpa import TorchAttention
 from baton.layers.mlp import ACTIVATIONS
 from baton.models.config import ModelError, read_config
-from baton.models.loader import kv_shape, load_model
+from baton.models.loader import check_tensors, kv_shape, load_model
 from baton.models.registry import FAMILIES
+from baton.worker.attention_check import check_attention
+from baton.worker.model import kv_layout
 from transformers_architectures import ARCHITECTURES
 
 
@@ -116,6 +120,46 @@ def test_a_window_that_only_a_mask_has_is_refused(tmp_path):
     save_checkpoint("moe", tmp_path, variants={"moe": (transformers.Qwen2MoeConfig, options)})
     with pytest.raises(ModelError, match="sliding_attention"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        (transformers.DiffLlamaConfig, {"head_dim": 16}, "layer 0 attends more than once"),
+        (transformers.OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 64}, "outside of its base model"),
+    ],
+)
+def test_code_that_attends_otherwise_is_refused_before_weights_are_read(tmp_path, config, options, words):
+    save_checkpoint("it", tmp_path, variants={"it": (config, options)})
+    with pytest.raises(ModelError, match=words):
+        check_tensors(tmp_path)
+    with pytest.raises(ModelError, match=words):
+        load_model(tmp_path)
+
+
+def test_attention_that_differs_from_that_of_transformers_is_found_when_the_model_is_loaded(tmp_path):
+    save_checkpoint("gemma2", tmp_path, variants=ARCHITECTURES)
+    model = load_model(tmp_path, implementation="transformers")
+
+    def check(model):
+        layout = kv_layout(model, 16, model.config.used_length)
+        check_attention(model, layout, TorchAttention, TorchAttention)
+
+    check(model)
+    check(load_model(tmp_path, torch.bfloat16, implementation="transformers"))
+    model.attention_options = [replace(options, softcap=None) for options in model.attention_options]
+    with pytest.raises(ModelError, match="over the paged pool its logits differ"):
+        check(model)
+
+
+def test_tensors_that_the_model_does_not_have_are_found_without_reading_them(tmp_path):
+    save_checkpoint("qwen3", tmp_path)
+    check_tensors(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.extra.weight"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"unexpected tensor model\.layers\.0\.mlp\.extra\.weight"):
+        check_tensors(tmp_path)
 
 
 @pytest.mark.parametrize(

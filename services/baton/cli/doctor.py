@@ -241,7 +241,7 @@ def served(
     from baton.checkpoint import CheckpointError, resolve
     from baton.layers.shard import Shard
     from baton.models.config import read_config
-    from baton.models.loader import kv_shape, weight_bytes
+    from baton.models.loader import check_tensors, kv_shape, weight_bytes
     from baton.models.weight_plan import describe
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -258,6 +258,7 @@ def served(
             device=device,
         )
         size = needed()
+        check_tensors(path, None, implementation, quantization)
         how = describe(path, device, quantization, dtype)
         kv = kv_shape(config)
         shards = [needed(shard=Shard(rank, tp)) for rank in range(tp)]

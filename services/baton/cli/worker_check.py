@@ -12,7 +12,7 @@ from baton.checkpoint import CheckpointError, resolve
 from baton.cli.fields import build
 from baton.config import WorkerConfig
 from baton.models.config import read_config
-from baton.models.tensor_files import tensor_files
+from baton.models.loader import check_tensors
 from baton.models.weight_plan import weight_plan
 
 
@@ -21,7 +21,7 @@ def _check_model(config: WorkerConfig) -> None:
     path = resolve(config.model)
     read_config(path, config.context_length or None, config.model_impl)
     if config.load_format != "dummy":
-        tensor_files(path)
+        check_tensors(path, config.context_length or None, config.model_impl, config.quantization)
     head = config.quantize_head and config.quantization != "fp8"  # with that only GPUs quantize it
     weight_plan(path, torch.device("meta"), config.quantization, head, config.load_format)
 

@@ -108,6 +108,10 @@ class ModelRunner:
         }
         return Flight(plan.number, plan.rows, samples, prompts, pooled, self._recorded())
 
+    def hidden_states(self, row: PlanRow) -> torch.Tensor:
+        """Computes one row of tokens: final hidden states [tokens, hidden]."""
+        return self._forward([row])[0]
+
     def _recorded(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
             return None

@@ -94,6 +94,21 @@ def _check(
     return found
 
 
+def check_tensors(
+    path: Path, context_length: int | None = None, implementation: str = "auto", quantization: str = "auto"
+) -> None:
+    """Checks what can be known of a model without its weights: that its code can be served, and for Baton's
+    own families the names and shapes of its tensors. Raises CheckpointError."""
+    config = read_config(path, context_length, implementation)
+    if config.implementation == "transformers":
+        transformers_backed.kv_shape(config)
+        tensor_files(path)
+        return
+    plan = weight_plan(path, torch.device("meta"), quantization, False)
+    parameters = declared(path, None, context_length, plan).parameters
+    _check(path, parameters.table, parameters.ignored, parameters.elsewhere)
+
+
 def _copy(
     file: TensorFile,
     names: list[str],

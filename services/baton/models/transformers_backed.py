@@ -40,6 +40,10 @@ def _attention(
     return _function.get()(module, query, key, value, attention_mask, options), None
 
 
+class _NeedsValues(ModelError):
+    """The model's code looks at numbers, which a model without memory does not have."""
+
+
 def problem(hf: Any, architecture: str) -> str | None:
     """Why this model of transformers cannot be served; None: as far as that can be told without its weights,
     it can."""
@@ -66,12 +70,12 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def kv_shape(config: ModelConfig) -> KvShape:
-    """Of each layer, learnt from the model's code without its weights; by the configuration where the code
-    needs values (dynamic rotation)."""
+    """KV shape of each layer, learnt from the model's code without its weights; by the configuration where
+    the code needs values (dynamic rotation). Raises ModelError for a model whose code cannot be served."""
     try:
         # Products of experts are known without values in bfloat16 only.
         return TransformersModel(config, _without_memory(config, torch.bfloat16)).kv
-    except ModelError:
+    except _NeedsValues:
         return KvShape(config.num_kv_heads, config.head_dim, 2)
 
 
@@ -146,10 +150,16 @@ class TransformersModel:
             layers = self._learn(config)
         except ModelError:
             raise
-        except Exception as error:  # whatever the model's own code raises
+        except (
+            LookupError
+        ) as error:  # its head calls the layers once more, by another way than the base model's
             raise ModelError(
-                f"{config.architecture} does not run with paged attention: {first_line(error)}"
+                f"{config.architecture}: its layers attend outside of its base model's forward pass"
             ) from error
+        except Exception as error:  # whatever the model's own code raises
+            kind = _NeedsValues if "meta" in str(error) and self.device.type == "meta" else ModelError
+            text = f"{config.architecture} does not run with paged attention: {first_line(error)}"
+            raise kind(text) from error
         self.heads, self.shard = config.num_heads, ONE_RANK
         self.communicator: Communicator | None = None
         self.attention_options = [layer.options for layer in layers]
@@ -185,6 +195,15 @@ class TransformersModel:
             self._given = None
         return logits[0].float()
 
+    def reference_logits(self, tokens: Tensor) -> Tensor:
+        """int [tokens], one sequence -> float32 [tokens, vocab], with transformers' own attention."""
+        self._model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits
+        finally:
+            self._model.set_attn_implementation(NAME)
+        return logits[0].float()
+
     def _run(self, tokens: Tensor, positions: Tensor, attend: _Function) -> Tensor:
         token = _function.set(attend)
         try:
@@ -218,12 +237,14 @@ class TransformersModel:
             scale = options.get("scaling")
             if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) < 1e-6:
                 scale = None
+            if module.layer_idx in seen:
+                raise ModelError(f"{name}: layer {module.layer_idx} attends more than once")
             own = AttentionOptions(scale, window, options.get("softcap"), options.get("s_aux"))
             seen[module.layer_idx] = _Seen((q.shape[1], k.shape[1], q.shape[-1]), own)
             return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
 
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._run(tokens, torch.arange(2, device=self.device), note)
+        self.logits(self._run(tokens, torch.arange(2, device=self.device), note))
         layers = [seen[index] for index in sorted(seen)]
         if sorted(seen) != list(range(config.num_layers)):
             found = f"{len(seen)} of {config.num_layers} layers attend through transformers' interface"

@@ -17,15 +17,17 @@ from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.gguf_file import close_opened
 from baton.kvcache.groups import divide_layers
-from baton.kvcache.pool import KvLayout
+from baton.kvcache.pool import KvLayout, default_page_size
 from baton.layers.shard import ONE_RANK, Communicator, Shard, Span
 from baton.models.config import read_config
 from baton.models.decoder import Model
 from baton.models.kv_scales import read_kv_scales
 from baton.models.loader import declared, fingerprint, kv_shape, load_model, weight_bytes
+from baton.models.transformers_backed import TransformersModel
 from baton.models.weight_plan import weight_plan
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
+from baton.worker.attention_check import check_attention
 from baton.worker.memory import check_weights, free_and_total
 
 _log = get_logger()
@@ -122,6 +124,10 @@ def load(
         shard=shard,
         communicator=communicator,
     )
+    if isinstance(model, TransformersModel):
+        (prefill, _), (decode, _) = attention_of(config, model, device)
+        page_size = config.page_size or default_page_size(device)
+        check_attention(model, kv_layout(model, page_size, model.config.used_length), prefill, decode)
     seconds = time.monotonic() - started
     _log.info(
         "model loaded",
