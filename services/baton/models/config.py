@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.checkpoint import CheckpointError
+from baton.end_tokens import end_token_ids
 from baton.gguf_file import opened
 from baton.layers.mlp import ACTIVATIONS
 from baton.layers.parameters import Parameters
@@ -48,6 +49,9 @@ class ModelConfig:
     """"baton": a family of this package; "transformers": its own code."""
     used_length: int
     """Positions that will be used."""
+    wrapper: str = ""
+    """Name of the architecture whose language model this is, and whose other parts, such as a vision tower,
+    are left out; empty: it is no part of another."""
 
     @property
     def variant(self) -> str:
@@ -94,7 +98,12 @@ def read_config(path: Path, context_length: int | None = None, implementation: s
             implementation = "baton"
         else:
             hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            ends = _eos_token_ids(path, hf.get_text_config())
+            named = (
+                value
+                for each in (hf, hf.get_text_config())
+                for value in _listed(getattr(each, "eos_token_id", None))
+            )
+            ends = tuple(sorted({*named, *end_token_ids(path)}))  # transformers has defaults besides
         config = replace(_convert(hf, path, context_length, implementation), eos_token_ids=ends)
         if config.implementation == "baton":
             build(config, Parameters(config.dtype, torch.device("meta")))  # finds what the family refuses
@@ -106,18 +115,8 @@ def read_config(path: Path, context_length: int | None = None, implementation: s
         raise ModelError(f"{name} cannot be used: {first_line(error)}") from error
 
 
-def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
-    """Of config.json and generation_config.json together: chat models often name their end of turn in the
-    latter only."""
-    found: list[int] = []
-    generation = path / "generation_config.json"
-    try:
-        extra = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-    except ValueError as error:
-        raise ModelError(f"{generation} is damaged: {error}") from error
-    for value in (hf.eos_token_id, extra):
-        found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return tuple(sorted(set(found)))
+def _listed(value: int | list[int] | None) -> Iterable[int]:
+    return value if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _convert(hf: Any, path: Path, context_length: int | None, implementation: str) -> ModelConfig:
@@ -132,17 +131,19 @@ def _convert(hf: Any, path: Path, context_length: int | None, implementation: st
             f"checkpoints of {name} quantized by 'mxfp4' are not supported (quantization_config)"
         )
     if implementation == "baton":
-        activation = getattr(hf, "hidden_act", None) or getattr(hf, "hidden_activation", None)
+        text = hf.get_text_config()
+        activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
         if activation not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
             raise ModelError(f"hidden_act {activation!r} is not supported; supported are {known}")
         if activation != "silu" and FAMILIES[name] in SILU_ONLY:
             raise ModelError(f"hidden_act {activation!r} of {name} is not supported, only 'silu'")
-        if getattr(hf, "pretraining_tp", 1) not in (1, None):
+        if getattr(text, "pretraining_tp", 1) not in (1, None):
             raise ModelError("pretraining_tp other than 1 is not supported")
     text = hf.get_text_config()  # of a model that takes more than text, its language model's
     if not getattr(text, "is_causal", True):
         raise ModelError("attention to later positions (is_causal) is not supported")
+    wrapper = ", ".join(getattr(hf, "architectures", None) or []) if text is not hf else ""
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
@@ -157,13 +158,38 @@ def _convert(hf: Any, path: Path, context_length: int | None, implementation: st
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         rms_norm_eps=getattr(text, "rms_norm_eps", 0.0),
         context_length=text.max_position_embeddings,
-        tied=bool(text.tie_word_embeddings),
-        dtype=_dtype(text, path),
+        tied=_is_tied(hf, path),
+        dtype=_dtype(text if getattr(text, "dtype", None) is not None else hf, path),
         eos_token_ids=(),
         hf=hf if implementation == "transformers" else text,
         implementation=implementation,
         used_length=min(context_length or text.max_position_embeddings, text.max_position_embeddings),
+        wrapper=wrapper,
     )
+
+
+def _is_tied(hf: Any, path: Path) -> bool:
+    """Whether the output projection is the embedding. For wrappers the tensors say it: some state it for the
+    whole, some for the language model, and published ones are at odds with transformers' defaults."""
+    text = hf.get_text_config()
+    if text is hf:
+        return bool(hf.tie_word_embeddings)
+    names = _tensor_names(path)
+    if names:
+        return not any(name.endswith("lm_head.weight") for name in names)
+    return bool(getattr(hf, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
+
+
+def _tensor_names(path: Path) -> set[str]:
+    """Names in a directory's safetensors files, as far as they can be read; the loader tells the rest."""
+    names: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names.update(tensors.keys())
+        except (SafetensorError, OSError):
+            continue
+    return names
 
 
 def _choose(hf: Any, implementation: str) -> tuple[str, str]:
@@ -186,12 +212,23 @@ def _choose(hf: Any, implementation: str) -> tuple[str, str]:
                 "correct the wrong one"
             )
         return name, "baton"
+    if implementation != "transformers" and (inner := _language_model(hf)) is not None:
+        return inner, "baton"
     supported = f"Baton's own are {', '.join(sorted(FAMILIES))}"
     if implementation == "baton":
         raise ModelError(f"architecture {name} is not one of Baton's own; {supported}")
     if problem := transformers_backed.problem(hf, name):
         raise ModelError(f"architecture {name} is not supported: {problem}; {supported}")
     return name, "transformers"
+
+
+def _language_model(hf: Any) -> str | None:
+    """The family that computes the language model of an architecture with further parts; None: none does."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = hf.get_text_config()
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    return name if text is not hf and name in FAMILIES else None
 
 
 def window(config: ModelConfig, index: int) -> int | None:

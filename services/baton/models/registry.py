@@ -27,8 +27,26 @@ FAMILIES: dict[str, str] = {
 """Name in config.json -> module of this package with a function `build`."""
 
 
+OTHER_PARTS = tuple(
+    prefix + part
+    for prefix in ("", "model.")
+    for part in (
+        "vision_tower.",
+        "vision_model.",
+        "multi_modal_projector.",
+        "visual.",
+        "connector.",
+        "image_newline",
+    )
+)
+"""How names start of tensors of what a wrapper has beside its language model."""
+
+
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     """The model, its parameters declared and not yet filled. Raises ModelError for what is not supported."""
+    if config.wrapper:
+        for part in OTHER_PARTS:
+            parameters.ignore(part)
     family = import_module(f"baton.models.{FAMILIES[config.architecture]}")
     decoder: Decoder = family.build(config, parameters)
     return decoder

@@ -95,14 +95,30 @@ def file_names(path: Path) -> list[Path]:
     return files
 
 
+WRAPPED = {
+    "language_model.": "",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+}
+"""How names of a language model's tensors start inside a wrapper, and by itself."""
+
+
+def _unwrapped(name: str) -> str:
+    for start, plain in WRAPPED.items():
+        if name.startswith(start):
+            return plain + name[len(start) :]
+    return name
+
+
 class SafetensorsFile:
-    """One of a checkpoint's safetensors files; a TensorFile."""
+    """One of a checkpoint's safetensors files; a TensorFile. The language model of a wrapper has the names
+    that it has by itself."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def shapes(self) -> dict[str, list[int]]:
-        return {name: tensors.get_slice(name).get_shape() for name, tensors in self._tensors()}
+        return {name: tensors.get_slice(stored).get_shape() for name, stored, tensors in self._tensors()}
 
     def quantized(self) -> Collection[str]:
         return ()
@@ -112,23 +128,23 @@ class SafetensorsFile:
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Of a tensor that is cut nothing else is read."""
         wanted = set(names)
-        for name, tensors in self._tensors():
+        for name, stored, tensors in self._tensors():
             if name not in wanted:
                 continue
             if name not in cuts:
-                yield name, 0, tensors.get_tensor(name)
+                yield name, 0, tensors.get_tensor(stored)
                 continue
-            part, cut = tensors.get_slice(name), cuts[name]
+            part, cut = tensors.get_slice(stored), cuts[name]
             axes = (slice(None),) * cut.axis
             pieces = [part[(*axes, slice(first, first + count))] for first, count in cut.spans]
             yield name, 0, pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.axis)
 
-    def _tensors(self) -> Iterator[tuple[str, Any]]:
-        """The file's names, each with the open file."""
+    def _tensors(self) -> Iterator[tuple[str, str, Any]]:
+        """Each tensor's name, its name in the file, and the open file."""
         try:
             with safe_open(self.path, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield name, tensors
+                    yield _unwrapped(name), name, tensors
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self.path} cannot be read: {error}") from error
 

@@ -47,13 +47,7 @@ class _NeedsValues(ModelError):
 def problem(hf: Any, architecture: str) -> str | None:
     """Why this model of transformers cannot be served; None: as far as that can be told without its weights,
     it can."""
-    from transformers import AutoModelForCausalLM
-
-    found: Any = AutoModelForCausalLM._model_mapping
-    try:
-        model = found[type(hf)]
-    except KeyError:
-        model = None
+    model = _auto_class(hf)._model_mapping.get(type(hf), None)
     if model is None or model.__name__ != architecture:
         return f"transformers has no causal language model {architecture}"
     if not model.is_backend_compatible():
@@ -63,6 +57,15 @@ def problem(hf: Any, architecture: str) -> str | None:
     if "longrope" in kinds:
         return "its rotation (longrope) would depend on the other requests of a step"
     return None
+
+
+def _auto_class(hf: Any) -> Any:
+    """Which of transformers' classes makes the model: that of language models, else that of models which take
+    images, too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    known = type(hf) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -85,18 +88,17 @@ def _without_memory(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def _untrained(config: ModelConfig, dtype: torch.dtype) -> Any:
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
-    make: Any = AutoModelForCausalLM.from_config
-    return make(config.hf, dtype=dtype, attn_implementation=NAME)
+    return _auto_class(config.hf).from_config(config.hf, dtype=dtype, attn_implementation=NAME)
 
 
 def load(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, dummy: bool
 ) -> TransformersModel:
     """`dummy`: random weights, always the same. Raises ModelError."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
     try:
@@ -104,7 +106,7 @@ def load(
             torch.manual_seed(0)
             model = _untrained(config, dtype)
         else:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _auto_class(config.hf).from_pretrained(
                 path,
                 config=config.hf,
                 local_files_only=True,

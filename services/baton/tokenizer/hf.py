@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.checkpoint import CheckpointError
+from baton.end_tokens import end_token_ids
 from baton.gguf_file import GgufFile
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
@@ -168,8 +169,10 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         recommended = _default_sampling(generation_path, generation)
         tokenizer = _read_tokenizer(path)
         tokens = len(tokenizer)
+        text = config.get("text_config")  # of a model that takes more than text
+        config = {**config, **(text if isinstance(text, dict) else {})}
         size = int(config.get("vocab_size") or tokens)
-        eos, context = _eos(config, generation, tokenizer), int(config.get("max_position_embeddings") or 0)
+        eos, context = end_token_ids(path), int(config.get("max_position_embeddings") or 0)
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
@@ -209,19 +212,6 @@ def _read_tokenizer(path: Path) -> Any:
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"{path} has no tokenizer.json, nor files that it can be made from")
     return tokenizer
-
-
-def _eos(config: dict[str, Any], generation: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of config.json and generation_config.json together, as workers have them; else
-    the tokenizer's."""
-    found: dict[int, None] = {}
-    for source in (config, generation):
-        value = source.get("eos_token_id")
-        if value is not None:
-            found.update(dict.fromkeys(value if isinstance(value, list) else [value]))
-    if not found and tokenizer.eos_token_id is not None:
-        found[tokenizer.eos_token_id] = None
-    return tuple(int(token) for token in found)
 
 
 def _begin(tokenizer: Any, eos: tuple[int, ...]) -> int | None:

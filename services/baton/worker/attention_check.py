@@ -1,5 +1,5 @@
-"""Compares a model by transformers' code, once it is loaded, with its own attention: code that nobody here has
-read may attend in a way that the paged pool does not see."""
+"""Compares a model by transformers' code, once it is loaded, with its own attention: code that nobody here
+has read may attend in a way that the paged pool does not see."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CHUNK = 8
 """Tokens of each of two chunks: the second attends to keys and values in the pool."""
 LIMITS = {torch.float32: 1e-3}
 LIMIT_16_BITS = 0.1
-"""Largest difference of a token's logits, as a part of the largest logit; the median over all tokens. Rounding
-in 16 bits may send a token to other experts."""
+"""Largest difference of a token's logits, as a part of the largest logit; the median over all tokens.
+Rounding in 16 bits may send a token to other experts."""
 
 
 @torch.inference_mode()

@@ -1,0 +1,56 @@
+"""The tokens that end an output, by a checkpoint's files. Imports no torch, for the tokenizer process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from baton.checkpoint import CheckpointError
+
+
+def end_token_ids(path: Path) -> tuple[int, ...]:
+    """End-of-sequence ids that the files in `path` name, ascending: those of config.json and of the language
+    model in it, of generation_config.json, which often alone has a chat model's end of turn, and the
+    tokenizer's own. Raises CheckpointError for a damaged file."""
+    config = _read(path / "config.json")
+    found = {*_ids(config), *_ids(config.get("text_config")), *_ids(_read(path / "generation_config.json"))}
+    return tuple(sorted({*found, *_of_tokenizer(path)}))
+
+
+def _ids(config: Any) -> Iterator[int]:
+    value = config.get("eos_token_id") if isinstance(config, dict) else None
+    yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+
+
+def _of_tokenizer(path: Path) -> Iterator[int]:
+    options = _read(path / "tokenizer_config.json")
+    token = options.get("eos_token") or _read(path / "special_tokens_map.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return
+    added = options.get("added_tokens_decoder")
+    for id, each in added.items() if isinstance(added, dict) else ():
+        if isinstance(each, dict) and each.get("content") == text and id.isdecimal():
+            yield int(id)
+            return
+    tokenizer = _read(path / "tokenizer.json")  # megabytes: only where it must be
+    for each in tokenizer.get("added_tokens") or ():
+        if isinstance(each, dict) and each.get("content") == text:
+            yield int(each["id"])
+            return
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    if isinstance(vocabulary, dict) and text in vocabulary:
+        yield int(vocabulary[text])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An object; empty where there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} cannot be read: it is not a JSON object")
+    return content
