@@ -189,9 +189,9 @@ async def test_logprobs():
         completion = await rig.openai.completions.create(model=MODEL, prompt="x", logprobs=1)
         logprobs = completion.choices[0].logprobs
         assert logprobs.token_logprobs == [-0.5] * len(ids) and logprobs.text_offset[0] == 0
-        # The chosen token is among them. Of tokens with one text the likeliest is.
-        assert logprobs.top_logprobs[0] == {"\ufffd": -0.5, " b": -0.25}
-        assert logprobs.top_logprobs[-1] == {" b": -0.25}
+        # The chosen token is among them, with its own value.
+        assert logprobs.top_logprobs[0] == {" b": -0.25, "bytes:\\xc3": -0.5}
+        assert logprobs.top_logprobs[-1] == {" b": -0.5}
 
 
 COMPLETION = {"model": MODEL, "prompt": "x"}

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.gateway.token_log import StopMatcher
+from baton.gateway.stop_strings import StopMatcher
 
 # Short pieces over few letters: most matches lie across a border.
 PIECES = st.lists(st.text("ab", max_size=4), max_size=8)

@@ -49,6 +49,8 @@ def _parts(whole: inference_pb2.Delta) -> Iterator[inference_pb2.Delta]:
             ids = whole.token_ids[first : first + len(positions)]
             yield inference_pb2.Delta(logprobs=positions, token_ids=ids)
             first += len(positions)
+        if rest := whole.token_ids[first:]:  # those of a stop string
+            yield inference_pb2.Delta(token_ids=rest)
     else:
         for first in range(0, len(whole.token_ids), TOKENS_PER_PIECE):
             yield inference_pb2.Delta(token_ids=whole.token_ids[first : first + TOKENS_PER_PIECE])

@@ -34,7 +34,7 @@ from baton.gateway.http_requests import (
 )
 from baton.gateway.openai_answers import ChatAnswer, Json
 from baton.gateway.openai_chat import ChatRequest, chat_start
-from baton.gateway.openai_completions import CompletionAnswer, Echo
+from baton.gateway.openai_completions import CompletionAnswer
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.openai_protocol import CompletionRequest, completion_starts
 from baton.gateway.openapi import document
@@ -100,9 +100,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
         naming = partial(naming_grammar_field, body.request.grammar_field)
         async with running(gateway, body.made, request, naming) as job:
 
-            async def echo(prompt: int) -> Echo:
-                first = _first_token(gateway, job.first_token(prompt))
-                return Echo(await _text(gateway, body.made[prompt]), first)
+            async def echo(prompt: int) -> str:
+                return await _text(gateway, body.made[prompt])
 
             answer = CompletionAnswer(job, body.request, echo if body.request.echo else None)
             return await respond(job, answer, bool(body.request.stream), body.ignored, body.request.limit)
@@ -187,8 +186,3 @@ async def _text(gateway: Gateway, start: inference_pb2.GenerateStart) -> str:
     if start.WhichOneof("prompt") == "text":
         return str(start.text)
     return await gateway.tokenizer.decode(start.tokens.token_ids, ECHO_SECONDS)
-
-
-def _first_token(gateway: Gateway, token: int) -> bytes:
-    vocabulary = gateway.tokenizer.vocabulary
-    return vocabulary.bytes_of(token) if vocabulary is not None else b""

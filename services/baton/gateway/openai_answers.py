@@ -16,6 +16,7 @@ from baton.gateway.openai_errors import of_prompt
 from baton.gateway.openai_protocol import CommonRequest
 from baton.gateway.requests import Request
 from baton.rpc.errors import from_status
+from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 FIRST_BYTE_SECONDS = 5.0
@@ -37,6 +38,7 @@ class RequestBatch:
         naming: Naming = nullcontext,
     ) -> None:
         """traceparent: the client's trace context; empty: it has none."""
+        self._gateway = gateway
         self.n = starts[0].n or 1
         self.clamped = False
         """max_tokens of a prompt that has been accepted was reduced to the room that there is."""
@@ -57,9 +59,16 @@ class RequestBatch:
     def prompts(self) -> int:
         return len(self._requests)
 
-    def first_token(self, prompt: int) -> int:
-        """The id of an accepted prompt's first token."""
-        return self._requests[prompt].log.prompt_ids[0]
+    def prompt_ids(self, prompt: int) -> Sequence[int]:
+        """The tokens of an accepted prompt."""
+        return self._requests[prompt].log.prompt_ids
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of an accepted prompt's tokens."""
+        vocabulary = self._gateway.tokenizer.vocabulary
+        assert vocabulary is not None
+        return vocabulary
 
     def stop_matched(self, index: int, stop_token_ids: Sequence[int]) -> str | int | None:
         """What ended choice `index` over all prompts: a stop string, one of the tokens, or something else."""

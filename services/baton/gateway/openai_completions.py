@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from baton.gateway.openai_answers import Answer, Json, RequestBatch
 from baton.gateway.openai_protocol import CompletionRequest
+from baton.gateway.token_log import CONTEXT_TOKENS
+from baton.tokenizer.detokenize import Detokenizer
+from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """A prompt that its answers begin with."""
+class TextOffsets:
+    """Where in the text of a choice each of its tokens begins; parts of a character begin where that does."""
 
-    text: str
-    first_token: bytes
-    """Of the prompt; log-probabilities do not name it, because nothing predicts it."""
+    def __init__(self, vocabulary: Vocabulary, context: Sequence[int]) -> None:
+        """context: tokens before the text."""
+        self._detokenizer = Detokenizer(vocabulary, context)
+        self._length = 0
+
+    def next(self, token: int) -> int:
+        begin = self._length
+        self._length += len(self._detokenizer.feed([token]))
+        return begin
 
 
 class CompletionAnswer(Answer):
@@ -24,12 +31,12 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, job: RequestBatch, request: CompletionRequest, echo: Callable[[int], Awaitable[Echo]] | None
+        self, job: RequestBatch, request: CompletionRequest, echo: Callable[[int], Awaitable[str]] | None
     ) -> None:
-        """echo: makes that of a prompt, once it is accepted; None: the answers do not begin with it."""
+        """echo: gives the text of a prompt, which its answers begin with; None: they do not."""
         super().__init__(job, request)
         self._make_echo = echo
-        self._echoes: list[Echo] = []
+        self._echoes: list[str] = []
         self._computed = job.n
         """Choices of a prompt."""
         self._n = request.n or 1
@@ -37,7 +44,7 @@ class CompletionAnswer(Answer):
         self._with_top = bool(request.logprobs)
         self._drops_output = request.drops_output
         self._prompt_logprobs: dict[int, list[common_pb2.PositionLogprobs]] = {}
-        self._offsets = [0] * len(self._texts)
+        self._offsets: list[TextOffsets | None] = [None for _ in self._texts]
 
     def add(self, index: int, delta: inference_pb2.Delta) -> None:
         if delta.prompt_logprobs:
@@ -90,7 +97,7 @@ class CompletionAnswer(Answer):
         chunks = []
         for index in range(prompt * self._computed, (prompt + 1) * self._computed):
             formatted = self._format_logprobs(index, logprobs) if logprobs else None
-            text = self._echoes[prompt].text
+            text = self._echoes[prompt]
             choice = {"index": index, "text": text, "logprobs": formatted, "finish_reason": None}
             chunks.append(self.chunk([choice]))
         return chunks
@@ -104,21 +111,23 @@ class CompletionAnswer(Answer):
         return {"text": delta.text}
 
     def _complete(self, index: int, text: str) -> Json:
-        echo = self._echoes[index // self._computed].text if self._echoes else ""
+        echo = self._echoes[index // self._computed] if self._echoes else ""
         return {"text": echo + text}
 
     def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
         tokens, values, tops, offsets = [], [], [], []
+        prompt, vocabulary = self._job.prompt_ids(index // self._computed), self._job.vocabulary
+        place = self._offsets[index]
+        if place is None:
+            place = TextOffsets(vocabulary, () if self._echoes else prompt[-CONTEXT_TOKENS:])
+            self._offsets[index] = place
         for position in logprobs:
-            known = position.HasField("chosen")
-            first = (
-                position.chosen.token_bytes if known else self._echoes[index // self._computed].first_token
-            )
-            tokens.append(first.decode("utf-8", "replace"))
+            known = position.HasField("chosen")  # not of a prompt's first token, which nothing predicts
+            token = position.chosen.token_id if known else prompt[0]
+            tokens.append(_text(position.chosen.token_bytes if known else vocabulary.bytes_of(token)))
             values.append(position.chosen.logprob if known else None)
             tops.append(_likeliest(position) if known else None)
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(tokens[-1])
+            offsets.append(place.next(token))
         return {
             "tokens": tokens,
             "token_logprobs": values,
@@ -128,13 +137,18 @@ class CompletionAnswer(Answer):
 
 
 def _likeliest(position: common_pb2.PositionLogprobs) -> dict[str, float]:
-    """Texts of the likeliest tokens, and of the chosen one. Of tokens with one text (parts of characters are
-    U+FFFD) the likeliest is there."""
+    """Texts of the likeliest tokens, and of the chosen one: of tokens with one text that one, else the
+    likeliest."""
     found: dict[str, float] = {}
-    for entry in (*position.top, position.chosen):
-        found.setdefault(_text(entry), entry.logprob)
+    for entry in position.top:
+        found.setdefault(_text(entry.token_bytes), entry.logprob)
+    found[_text(position.chosen.token_bytes)] = position.chosen.logprob
     return found
 
 
-def _text(entry: common_pb2.TokenLogprob) -> str:
-    return entry.token_bytes.decode("utf-8", "replace")
+def _text(token_bytes: bytes) -> str:
+    """What is no text by itself, as OpenAI writes it: U+FFFD would be one name for many tokens."""
+    try:
+        return token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)

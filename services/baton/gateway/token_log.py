@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from google.rpc import status_pb2
 
 from baton.gateway.parsed_output import ParsedOutput
+from baton.gateway.stop_strings import StopMatcher
 from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.tokenizer.detokenize import Detokenizer
 from baton.tokenizer.vocabulary import Vocabulary
@@ -19,60 +21,6 @@ LOGPROBS_PER_DELTA = 512
 """Bounds the size of a merged delta: a position with 20 alternatives takes about 500 bytes."""
 
 
-class StopMatcher:
-    """Finds the first stop string in a text that comes in pieces, whatever the borders of the pieces.
-
-    The first match is the one that ends first; of those that end at the same place, the longest. That makes
-    the outcome independent of how the text was cut into pieces. Text is held back only if it may become a
-    stop string: the longest end of the text that a stop string starts with.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=0)
-        self._held = ""
-        self.matched = ""
-        """The stop string found; empty while there is none."""
-
-    def feed(self, text: str) -> str:
-        """Takes the next piece; returns what may be shown. After a match everything is swallowed."""
-        if self.matched:
-            return ""
-        if not self._stop:
-            return text
-        self._held += text
-        found = self._first_match()
-        if found is not None:
-            start, self.matched = found
-            shown, self._held = self._held[:start], ""
-            return shown
-        keep = self._undecided()
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return shown
-
-    def flush(self) -> str:
-        """Ends the text: what was held back can no longer become a stop string and is returned."""
-        shown, self._held = self._held, ""
-        return shown
-
-    def _first_match(self) -> tuple[int, str] | None:
-        # What is held never contains a whole stop string, so every match ends in the new piece.
-        matches = ((self._held.find(stop), stop) for stop in self._stop)
-        found = [(start + len(stop), start, stop) for start, stop in matches if start >= 0]
-        if not found:
-            return None
-        _, start, stop = min(found)
-        return start, stop
-
-    def _undecided(self) -> int:
-        """Characters at the end that are a proper beginning of a stop string."""
-        for size in range(min(self._longest - 1, len(self._held)), 0, -1):
-            end = self._held[-size:]
-            if any(len(stop) > size and stop.startswith(end) for stop in self._stop):
-                return size
-        return 0
-
-
 class ChoiceLog:
     """One choice: its output tokens, their log-probabilities and the text that is certain."""
 
@@ -83,9 +31,12 @@ class ChoiceLog:
         self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
         self._detokenizer: Detokenizer | None = None
         self._matcher = StopMatcher(stop)
-        self._one_by_one = bool(stop)
+        self._one_by_one = self._stops = bool(stop)
         self._min_tokens = min_tokens
         self._logprobs: list[common_pb2.PositionLogprobs] = []
+        # With stop strings and log-probabilities: where each token's text begins, and what is shown ends.
+        self._begins: list[int] = []
+        self._fed = self._shown = 0
         # Invariant: the client's writer has taken everything before the marks.
         self._taken_tokens = 0
         self._pieces: list[str] = []
@@ -100,8 +51,16 @@ class ChoiceLog:
 
     @property
     def unread(self) -> int:
-        """Number of tokens not yet taken."""
-        return len(self.token_ids) - self._taken_tokens
+        """Number of tokens that may be taken."""
+        return self._ready - self._taken_tokens
+
+    @property
+    def _ready(self) -> int:
+        """Tokens that may be taken, or have been. With log-probabilities not those whose text may become a
+        stop string's: they would tell what the text does not."""
+        if not self._begins or self.finish_reason:
+            return len(self.token_ids)
+        return bisect_left(self._begins, self._shown)
 
     @property
     def text(self) -> str:
@@ -190,6 +149,8 @@ class ChoiceLog:
         self.token_ids.extend(token_ids)
         if logprobs:
             self._logprobs.extend(logprobs)
+            if self._stops:
+                self._begins += [self._fed] * len(token_ids)
         matching = self._one_by_one and len(self.token_ids) > self._min_tokens
         shown = self._matcher.feed(text) if matching else text
         if self._matcher.matched:
@@ -197,6 +158,8 @@ class ChoiceLog:
         elif finish_reason:
             shown += self._matcher.flush()
             self.finish_reason = finish_reason
+        self._fed += len(text)
+        self._shown += len(shown)
         if shown:
             self._pieces.append(shown)
         if self._output is not None:
@@ -207,7 +170,7 @@ class ChoiceLog:
 
     def take(self, id: str, include_token_ids: bool) -> inference_pb2.GenerateResponse | None:
         """New output since the last call, merged into a delta of request `id`; None if there is none."""
-        start, end = self._taken_tokens, len(self.token_ids)
+        start, end = self._taken_tokens, self._ready
         if self._logprobs:
             end = min(end, start + LOGPROBS_PER_DELTA)
         self._taken_tokens = end
@@ -228,7 +191,8 @@ class ChoiceLog:
         if include_token_ids:
             delta.token_ids.extend(self.token_ids[start:end])
         if self._logprobs:
-            delta.logprobs.extend(self._logprobs[start:end])
+            known = bisect_left(self._begins, self._shown) if self.stop_matched else end
+            delta.logprobs.extend(self._logprobs[start : min(end, known)])
         if last and not self.has_parsed:
             self._end_taken = True
             delta.finish_reason = self.finish_reason
