@@ -264,7 +264,8 @@ class GatewayConfig(NodeConfig):
     """How the model writes its reasoning: think, gpt_oss; auto: as its chat template shows; none: it stays
     text."""
     served_name: str = ""
-    """Name clients ask for; empty: the decode nodes' own."""
+    """Names that clients ask for, with commas between, such as mine,claude-*; * stands for any text. The
+    first without a * is the one that is shown. Without such a name, the decode nodes' own is shown."""
     request_seconds: float = 600.0
     """Deadline of a request that names none, and the longest it may name."""
     max_resumes: int = 8
@@ -323,3 +324,10 @@ class GatewayConfig(NodeConfig):
     ends."""
     log_prompts: bool = False
     """Write prompts and answers into the log; without it neither is ever logged."""
+
+
+def served_names(given: str, own: str) -> list[str]:
+    """Of GatewayConfig.served_name: the name that is shown, and all others. own: the decode nodes' name."""
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    shown = next((name for name in names if "*" not in name), own)
+    return [shown, *(name for name in dict.fromkeys(names) if name != shown)]

@@ -5,9 +5,10 @@ import socket
 
 import grpc
 import httpx
+import pytest
 from gateway_rig import gateway
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scripted_decode import ScriptedDecode, silent
+from scripted_decode import ScriptedDecode, saying, silent
 
 from baton.config import GatewayConfig
 from baton.gateway import server
@@ -43,9 +44,31 @@ async def test_node_health_and_info():
         assert [(model.name, model.chat) for model in models.models] == [("scripted", True)]
 
 
-async def test_served_name_is_what_clients_ask_for():
-    async with ScriptedDecode(silent) as node, gateway(node, served_name="mine") as rig:
-        assert rig.node.gateway.model().name == "mine"
+@pytest.mark.parametrize(
+    ("given", "listed", "more"),
+    [
+        ("mine", ["mine"], []),
+        ("claude-*, mine,gpt", ["mine", "gpt"], ["claude-opus/x\ny", "claude-"]),
+        ("a*b*", ["scripted"], ["ab", "a.b."]),
+    ],
+)
+async def test_served_names_are_what_clients_ask_for(given, listed, more):
+    async with (
+        ScriptedDecode(saying([40])) as node,
+        gateway(node, served_name=given) as rig,
+        httpx.AsyncClient(base_url=rig.http, trust_env=False) as http,
+    ):
+        models = (await http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in models] == listed
+        assert rig.node.gateway.model().name == listed[0]
+        for name in (*listed, *more):
+            answer = await http.post("/v1/completions", json={"model": name, "prompt": "x"})
+            assert answer.status_code == 200 and answer.json()["model"] == name
+        assert (await http.get(f"/v1/models/{more[-1] if more else given}")).json()["object"] == "model"
+        for wrong in ("minee", "xclaude-", "a.c", "claude-" + 300 * "x", "gp.", ""):
+            assert (await http.get(f"/v1/models/{wrong}")).status_code == 404, wrong
+        refused = await http.post("/v1/completions", json={"model": "minee", "prompt": "x"})
+        assert refused.status_code == 404 and refused.json()["error"]["code"] == "model_not_found"
 
 
 async def test_without_peers_http_says_what_is_missing(monkeypatch):

@@ -68,21 +68,22 @@ async def test_a_request_has_one_line_with_its_whole_story(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "reason", "field"),
+    ("body", "status", "message", "field"),
     [
-        ({**BODY, "temperature": "zyzzyva"}, 400, None, "temperature"),
-        ({**BODY, "zyzzyva and more": 1}, 400, None, None),
-        ({**BODY, "max_tokens": 0.5}, 400, None, "max_tokens"),
+        ({**BODY, "temperature": "zyzzyva"}, 400, "temperature must be a number", "temperature"),
+        ({**BODY, "zyzzyva and more": 1}, 400, "unknown parameter: …", None),
+        ({**BODY, "max_tokens": 0.5}, 400, "max_tokens must be an integer", "max_tokens"),
+        ({**BODY, "model": "it's zyzzyva"}, 404, "model '…' is not served here; '…' is", "model"),
     ],
 )
-async def test_what_cannot_be_parsed_has_a_line_and_a_count(body, status, reason, field):
+async def test_what_cannot_be_parsed_has_a_line_and_a_count(body, status, message, field):
     with capture_logs() as lines:
         async with ScriptedDecode(saying([5, 6])) as decode, gateway(decode) as rig:
             assert (await post(rig, None, body)).status_code == status
             found = await scrape(rig)
     (line,) = [line for line in lines if line["event"] == "refused"]
     assert (line["api"], line["status"], line["route"]) == ("http", status, "/v1/completions")
-    assert line["reason"] and line.get("field") == field
+    assert line["reason"] and line.get("field") == field and line["message"] == message
     assert "hello" not in str(line) and "zyzzyva" not in str(line)
     assert found["baton_gateway_requests_total", "outcome=refused"] == 1
     assert found["baton_http_requests_total", "route=/v1/completions", f"status={status}"] == 1

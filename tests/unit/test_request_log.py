@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from baton.gateway import request_log as module
 from baton.gateway.recorded_calls import recorded_call
 from baton.gateway.request_log import EndedRequest, RequestLog
-from baton.rpc.errors import unavailable
+from baton.rpc.errors import cancelled, internal, unavailable
 
 
 def ending(name, seconds=0.5):
@@ -36,12 +36,12 @@ def lines(monkeypatch):
 
 async def test_each_that_finishes_or_fails_has_a_line_at_once(lines):
     request_log = RequestLog()
-    request_log.add("finished", ending("a"), "")
-    request_log.add("failed", ending("b"), "BAD_PEER")
+    request_log.add("finished", ending("a"), None)
+    request_log.add("failed", ending("b"), internal("a node sent 5", "BAD_PEER"))
     common = {"prompt_tokens": 10, "output_tokens": 3, "resumed": 1, "seconds": 0.5, "log_level": "info"}
     assert lines == [
         {"event": "finished", "request": "a", **common},
-        {"event": "failed", "request": "b", "reason": "BAD_PEER", **common},
+        {"event": "failed", "request": "b", "reason": "BAD_PEER", "message": "a node sent 5", **common},
     ]
 
 
@@ -61,7 +61,9 @@ def test_a_call_is_recorded_as_it_ends(error, outcome, reason):
         next_number=lambda: 2,
         call=lambda _: contextlib.nullcontext(),
         model_name="m",
-        request_log=SimpleNamespace(add=lambda outcome, _, reason: added.append((outcome, reason))),
+        request_log=SimpleNamespace(
+            add=lambda outcome, _, why: added.append((outcome, why.reason if why is not None else ""))
+        ),
     )
     key = SimpleNamespace(name="")
     with contextlib.suppress(BaseException), recorded_call(gateway, key, "tokenize", computes=False):
@@ -73,10 +75,10 @@ def test_a_call_is_recorded_as_it_ends(error, outcome, reason):
 async def test_those_cancelled_in_one_turn_share_one(lines):
     request_log = RequestLog()
     for number in range(3):
-        request_log.add("cancelled", ending(f"c{number}", seconds=number), "CANCELLED")
+        request_log.add("cancelled", ending(f"c{number}", seconds=number), cancelled("gone"))
     assert not lines
     await asyncio.sleep(0)
-    request_log.add("cancelled", ending("later"), "CANCELLED")
+    request_log.add("cancelled", ending("later"), cancelled("gone"))
     await asyncio.sleep(0)
     assert [(line["event"], line["request"], line.get("requests")) for line in lines] == [
         ("cancelled", "c0 c1 c2", 3),

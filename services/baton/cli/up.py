@@ -35,7 +35,15 @@ from baton.cli.options import (
 from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.status import default_server
 from baton.cli.supervisor import Child
-from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, TokenizerConfig, WorkerConfig
+from baton.config import (
+    DecodeConfig,
+    GatewayConfig,
+    NodeConfig,
+    PrefillConfig,
+    TokenizerConfig,
+    WorkerConfig,
+    served_names,
+)
 from baton.gateway.authentication import GatewayAuthentication
 from baton.rpc.address import loopback
 from baton.rpc.authentication import check_address
@@ -214,7 +222,8 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
         from baton.checkpoint import model_name
 
         gateway = plan.settings["gateway"]
-        model = gateway.get("served_name") or model_name(plan.settings["tokenizer"].get("model", "demo"))
+        own = model_name(plan.settings["tokenizer"].get("model", "demo"))
+        model = served_names(gateway.get("served_name", ""), own)[0]
         addresses = reachable(deployment.address), reachable(deployment.http_address)
         examples = _examples(*addresses, model, gateway)
         console.print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 
@@ -91,13 +92,20 @@ def check_embedded(token_ids: Sequence[int], model: node_pb2.ModelInfo | None, f
 
 
 def check_model(name: str, model: node_pb2.ModelInfo | None) -> None:
-    if model is not None and name not in ("", model.name):
+    if model is not None and name not in ("", model.name) and not _is_alias(name, model):
         raise BatonError(
             grpc.StatusCode.NOT_FOUND,
             "MODEL_NOT_FOUND",
             f"model {name[:MAX_NAME_CHARACTERS]!r} is not served here; {model.name!r} is",
             field="model",
         )
+
+
+def _is_alias(name: str, model: node_pb2.ModelInfo) -> bool:
+    if len(name) > MAX_NAME_CHARACTERS:
+        return False
+    patterns = (".*".join(map(re.escape, alias.split("*"))) for alias in model.aliases)
+    return any(re.fullmatch(pattern, name, re.DOTALL) for pattern in patterns)
 
 
 def _check_options(

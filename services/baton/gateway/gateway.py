@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Protocol
 
-from baton.config import GatewayConfig
+from baton.config import GatewayConfig, served_names
 from baton.gateway import admission
 from baton.gateway.attempts import ResumePolicy
 from baton.gateway.authentication import ApiKey
@@ -221,12 +221,21 @@ class Gateway:
         self._rest()
 
     def refused(
-        self, api: str, reason: str, field: str | None, client: str, key: str = "", **more: object
+        self,
+        api: str,
+        reason: str,
+        field: str | None,
+        client: str,
+        key: str = "",
+        *,
+        message: str = "",
+        **more: object,
     ) -> None:
-        """A client's message or call became no request. client: its address. key: the API key's name."""
+        """A client's message or call became no request. client: its address. key: the API key's name.
+        message: what it was told."""
         self.metrics.refused(api, reason)
         named = {"key": key} if key else {}
-        self.request_log.refused(api, reason, field, client=client, **named, **more)
+        self.request_log.refused(api, reason, field, message, client=client, **named, **more)
 
     def routing(
         self, number: int, tokens: Sequence[int], namespace: str, session: Session | None
@@ -264,7 +273,8 @@ class Gateway:
     @property
     def model_name(self) -> str:
         """As clients see it; empty: none has been served yet."""
-        return self.config.served_name or (self._last_model.name if self._last_model is not None else "")
+        own = self._last_model.name if self._last_model is not None else ""
+        return served_names(self.config.served_name, own)[0]
 
     def _model(self) -> node_pb2.ModelInfo | None:
         models = list(self.nodes.models())
@@ -272,7 +282,8 @@ class Gateway:
             return None
         model = node_pb2.ModelInfo()
         model.CopyFrom(models[0])
-        model.name = self.config.served_name or model.name
+        model.name, *aliases = served_names(self.config.served_name, model.name)
+        model.aliases.extend(aliases)
         if self.tokenizer.model is not None:
             model.chat = self.tokenizer.model.chat
             config, template = self.config, self.tokenizer.model

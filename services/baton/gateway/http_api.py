@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from baton.gateway import http_errors, openai_errors, traces_http
+from baton.gateway.admission import check_model
 from baton.gateway.anthropic_api import add_messages
 from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.embeddings_api import add_embeddings
@@ -24,6 +25,7 @@ from baton.gateway.gateway import Gateway
 from baton.gateway.http_authentication import HttpAuthentication, RequestIds
 from baton.gateway.http_record import BEGUN, REFUSAL, HttpRecord
 from baton.gateway.http_requests import (
+    DROPPED_HEADER,
     IGNORED_HEADER,
     BodyReader,
     grammar_field,
@@ -72,27 +74,27 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=["x-request-id", IGNORED_HEADER, "retry-after"],
+            expose_headers=["x-request-id", IGNORED_HEADER, DROPPED_HEADER, "retry-after"],
         )
     bodies = BodyReader(gateway)
     started = int(time.time())
 
-    def models() -> list[Json]:
+    def describe(name: str) -> Json:
         model = gateway.model()
-        described = {"id": model.name, "object": "model", "created": started, "owned_by": "baton"}
+        shown = {"id": name, "object": "model", "created": started, "owned_by": "baton"}
         defaults = MessageToDict(model.default_sampling, preserving_proto_field_name=True)
-        return [{**described, "max_model_len": model.context_length, "default_sampling": defaults}]
+        return {**shown, "max_model_len": model.context_length, "default_sampling": defaults}
 
     @app.api_route("/v1/models", methods=READ)
     async def list_models() -> Json:
-        return {"object": "list", "data": models()}
+        model = gateway.model()
+        names = [model.name, *(name for name in model.aliases if "*" not in name)]
+        return {"object": "list", "data": [describe(name) for name in names]}
 
     @app.api_route("/v1/models/{name:path}", methods=READ)
     async def get_model(name: str) -> Json:
-        for model in models():
-            if model["id"] == name:
-                return model
-        raise ApiError(404, f"model {name[:256]!r} is not served here", "model", "model_not_found")
+        check_model(name or "/", gateway.model())
+        return describe(name)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -163,7 +165,7 @@ async def _error(request: Request, error: Any) -> Response:
             setattr(request.state, BEGUN, True)
         error = openai_errors.from_baton(error)
     if isinstance(error, ApiError):
-        setattr(request.state, REFUSAL, (error.code or "", error.param))
+        setattr(request.state, REFUSAL, (error.code or "", error.param, error.message))
         return http_errors.response(error, request.url.path)
     if not isinstance(error, HTTPException):
         failed = ApiError(500, f"internal error: {type(error).__name__}")

@@ -40,10 +40,10 @@ class HttpAuthentication:
             self._check_headers(scope, headers)
             scope["state"]["api_key"] = self._admit(scope["path"], headers)
         except BatonError as error:
-            scope["state"][REFUSAL] = (error.reason.lower(), error.field)
+            scope["state"][REFUSAL] = (error.reason.lower(), error.field, error.message)
             await http_errors.response(from_baton(error), scope["path"])(scope, receive, send)
         except ApiError as error:
-            scope["state"][REFUSAL] = (error.code or "", error.param)
+            scope["state"][REFUSAL] = (error.code or "", error.param, error.message)
             answer = http_errors.response(error, scope["path"])
             answer.headers["connection"] = "close"
             await answer(scope, receive, send)

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.gateway.gateway import Gateway
 
 REFUSAL = "refusal"
-"""Key of the scope's `state`: (reason, field) of the error that was answered."""
+"""Key of the scope's `state`: (reason, field, message) of the error that was answered."""
 BEGUN = "begun"
 """Key of the scope's `state`: requests of the gateway were begun, which log their own ends."""
 
@@ -37,13 +37,14 @@ class HttpRecord:
             route = getattr(scope.get("route"), "path", "") or "other"
             self._gateway.metrics.http_requests.labels(route, str(status)).inc()
             if status >= 400 and not state.get(BEGUN):
-                reason, field = state.get(REFUSAL, ("", None))
+                reason, field, told = state.get(REFUSAL, ("", None, ""))
                 self._gateway.refused(
                     "http",
                     reason.upper() or f"STATUS_{status}",
                     field,
                     client_of(scope),
                     getattr(state.get("api_key"), "name", ""),
+                    message=told,
                     status=status,
                     route=route,
                 )

@@ -162,7 +162,8 @@ class _ClientStream:
                     rejected = inference_pb2.Rejected(message=number, status=to_status(error))
                     self._rejected.append(inference_pb2.GenerateResponse(rejected=rejected))
                     key = self._api_key.name
-                    self._gateway.refused("grpc", error.reason, error.field, self._client, key)
+                    told = error.message
+                    self._gateway.refused("grpc", error.reason, error.field, self._client, key, message=told)
                     self._wake.set()
                 number += 1
                 while len(self._open) + len(self._rejected) >= MAX_UNREAD:

@@ -7,11 +7,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import CoalescedCall
 
 _FIELD = re.compile(r"[\w.\[\]]{1,80}")
 """Names of fields that are logged: others may be anything that a client has sent."""
+_QUOTED = re.compile(r"(?<!\w)(['\"]).*\1", re.DOTALL)
+"""What a client has sent is quoted in messages. To the last quote, as there may be others within."""
+MAX_MESSAGE = 200
+"""Characters."""
 REPEAT_SECONDS = 10.0
 """Refusals that differ in nothing share a line for this time."""
 MAX_REFUSALS = 64
@@ -56,20 +61,21 @@ class RequestLog:
         """Refusals of the last REPEAT_SECONDS, and how many more of each there were than have a line."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, outcome: str, request: EndedRequest, reason: str) -> None:
-        """outcome: finished, cancelled or failed. reason: of requests that did not finish."""
+    def add(self, outcome: str, request: EndedRequest, error: BatonError | None) -> None:
+        """outcome: finished, cancelled or failed. error: of requests that did not finish."""
         if outcome == "cancelled":
             self._cancelled.append(request)
             self._write_soon()
             return
-        _log.info(outcome, **_story(request), **({"reason": reason} if reason else {}))
+        why = {"reason": error.reason, **_described(error.field, error.message)} if error is not None else {}
+        _log.info(outcome, **_story(request), **why)
 
-    def refused(self, api: str, reason: str, field: str | None, **more: object) -> None:
+    def refused(self, api: str, reason: str, field: str | None, message: str = "", **more: object) -> None:
         """A request was refused before it had a name. The first of its like has a line at once, those of the
         next seconds share one."""
-        shown = {"field": field} if field and _FIELD.fullmatch(field) else {}
-        line = {"api": api, "reason": reason, **shown, **more}
-        what = tuple(line.items())
+        described = _described(field, message)
+        line = {"api": api, "reason": reason, **more, **described}
+        what = tuple((name, value) for name, value in line.items() if name != "message")
         if what in self._refused:
             self._refused[what] += 1
         elif len(self._refused) < MAX_REFUSALS:
@@ -103,6 +109,15 @@ class RequestLog:
             _log.info("cancelled", **_story(ended[0]))
         else:
             _log.info("cancelled", **_sums(ended), requests=len(ended))
+
+
+def _described(field: str | None, message: str) -> Mapping[str, str | None]:
+    """The field and the message of an error, without what a client has sent."""
+    known = bool(field) and bool(_FIELD.fullmatch(field or ""))
+    if field and not known:
+        message = message.replace(field, "…")
+    text = _QUOTED.sub("'…'", message)[:MAX_MESSAGE]
+    return ({"field": field} if known else {}) | ({"message": text} if text else {})
 
 
 def _story(request: EndedRequest) -> dict[str, object]:

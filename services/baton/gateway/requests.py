@@ -388,7 +388,7 @@ class Request:
             key=self.api_key.name,
             model=self._gateway.model_name,
         )
-        self._gateway.request_log.add(outcome, ended, error.reason if error is not None else "")
+        self._gateway.request_log.add(outcome, ended, error)
         on_change, self._on_change = self._on_change, lambda: None
         on_change()
 

@@ -137,7 +137,8 @@ class GatewayNode:
             with contextlib.suppress(BatonError):
                 given = as_mapping(context.invocation_metadata()).get("authorization", "")
                 key = self.authentication.api_key(given).name
-        self.gateway.refused("grpc", error.reason, error.field, peer_host(context.peer()), key)
+        client = peer_host(context.peer())
+        self.gateway.refused("grpc", error.reason, error.field, client, key, message=error.message)
 
     def reload(self) -> None:
         """Reads the API keys again."""
