@@ -315,7 +315,7 @@ class GatewayConfig(NodeConfig):
     """PEM file with the certificate chain for clients, over gRPC and HTTP; empty: no TLS."""
     tls_key: str = ""
     """PEM file with its key."""
-    max_streams_per_connection: int = 1024
+    max_streams_per_connection: int = 256
     """Calls that one gRPC connection may have open; clients hold further ones back."""
     max_header_bytes: int = 16384
     """Size of a call's metadata or of an HTTP request's headers at most."""
