@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
 import sys
 from importlib import metadata
@@ -46,6 +48,8 @@ def resolve(model: str, files: tuple[str, ...] = ALL_FILES) -> Path:
         raise CheckpointError(
             f"model {model!r}: no such directory or file; give a directory, a GGUF file or a Hugging Face id"
         )
+    for near in difflib.get_close_matches(model, ("demo", *PACKAGES), 1, cutoff=0.75):
+        raise CheckpointError(f"model {model!r}: no such directory or file; did you mean {near!r}?")
     return _checked(_fetch(model, files), model)
 
 
@@ -98,6 +102,14 @@ def _checked(path: Path, model: str) -> Path:
             else "give a checkpoint in Hugging Face layout"
         )
         raise CheckpointError(f"model {model!r}: {path} has no config.json; {what}")
+    file = path / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"model {model!r}: {file} cannot be read: {error}") from None
+    if not isinstance(content, dict) or not content.get("model_type"):
+        what = "give a checkpoint in Hugging Face layout"
+        raise CheckpointError(f"model {model!r}: {file} names no model_type; {what}")
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from baton.checkpoint import CheckpointError, resolve
+from baton.demo import model_path
+from baton.tokenizer.hf import load
 from baton.transport.shm import Segment, SegmentError
 
 BATON = [sys.executable, "-P", "-m", "baton.cli.main"]
@@ -85,3 +88,43 @@ def test_a_configuration_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     file.write_bytes("\ufeffport = 70000\n".encode())
     code, output = run([*BATON, "serve", "tokenizer", "--config", str(file)], HOME=str(tmp_path))
     assert code == 2 and "cannot read" not in output and "70000" in output, output
+
+
+def test_a_variable_that_sets_nothing_is_said_with_the_nearest(tmp_path: Path) -> None:
+    strange = {"BATON_KVTOKENS": "9", "BATON_WORLD": "1", "BATON_GATEWAY_SERVICE_HOST": "10.0.0.1"}
+    strange |= {"BATON_KV_TOKENS": "9", "BATON_API_KEY": "x"}
+    code, output = run([*BATON, "--version"], HOME=str(tmp_path), **strange)
+    assert code == 0 and output.splitlines()[:-1] == [
+        "baton: BATON_KVTOKENS is no variable of Baton's; did you mean BATON_KV_TOKENS?",
+        "baton: BATON_WORLD is no variable of Baton's",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("upp", "No such command 'upp'. Did you mean 'up'?"),
+        ("bench ofline", "No such command 'ofline'. Did you mean 'offline'?"),
+        ("up --model smolm2 --port 0", "did you mean 'smollm2'?"),
+    ],
+)
+def test_what_is_misspelt_is_answered_with_the_nearest(command: str, text: str, tmp_path: Path) -> None:
+    code, output = run([*BATON, *command.split()], HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert code == 2 and len(output.splitlines()) == 1 and text in output, output
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("{}", "names no model_type"), ("[]", "names no model_type"), ("{", "cannot be read")],
+)
+def test_a_config_that_names_no_model_is_refused_at_once(content: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=text):
+        resolve(str(tmp_path))
+
+
+def test_a_tokenizer_without_anything_is_one_line(tmp_path: Path) -> None:
+    shutil.copytree(model_path(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"cannot read the tokenizer in .*: 'added_tokens' is missing"):
+        load(tmp_path)

@@ -79,6 +79,11 @@ def fields_of(config: type) -> Mapping[str, Field]:
     return found
 
 
+def variables() -> set[str]:
+    """Names of the environment variables that set fields of any process."""
+    return {field.variable for config in ROLES.values() for field in fields_of(config).values()}
+
+
 def _help_of(config: type, name: str) -> str:
     for base in config.__mro__:
         if dataclasses.is_dataclass(base) and name in (texts := _docstrings(base)):

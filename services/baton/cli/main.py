@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import os
@@ -36,6 +37,16 @@ class LazyGroup(click.Group):
                 assert isinstance(command, click.Command)
                 return command
         return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            for near in difflib.get_close_matches(args[0], self.list_commands(ctx), 1):
+                error.message += f" Did you mean {near!r}?"
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, section in self._lazy.items():
@@ -138,6 +149,10 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         click.echo(f"baton: {error}", err=True)
         sys.exit(2)
+    # A supervisor has said it; while a line is typed, nothing is said.
+    if "--lifeline" not in sys.argv and "_BATON_COMPLETE" not in os.environ:
+        for line in surroundings.unknown_variables():
+            click.echo(f"baton: {line}", err=True)
     try:
         result: Any = cli.main(args=arguments, prog_name="baton", standalone_mode=False)
         sys.stdout.flush()

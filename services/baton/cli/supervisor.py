@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from baton import cgroups
-from baton.cli.fields import ROLES, fields_of
+from baton.cli.fields import variables
 from baton.rpc.address import join_address
 
 LAST_LINES = 8
@@ -337,6 +337,5 @@ class Supervisor:
 def _inherited() -> dict[str, str]:
     """The environment without Baton's own variables: children get their settings as flags, and a variable may
     be meant for a client, as with `baton verify --against`."""
-    own = {field.variable for config in ROLES.values() for field in fields_of(config).values()}
-    own.add("BATON_CONFIG")
+    own = {*variables(), "BATON_CONFIG"}
     return {name: value for name, value in os.environ.items() if name not in own}

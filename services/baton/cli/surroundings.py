@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
+import re
 import resource
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+CLIENT_VARIABLES = {"BATON_API_KEY", "BATON_CONFIG", "BATON_SERVER", "BATON_TLS_CA"}
+"""Those that are no field of a process."""
 LEAST_FILE_BYTES = 32 * 2**20
 """A log becomes as long before it is rotated, and more."""
 
@@ -28,6 +33,23 @@ def private_folder(path: Path) -> Path:
 def temporary_folder(name: str) -> Path:
     """A private folder of this user in the system's folder for temporary files. Raises OSError."""
     return private_folder(Path(tempfile.gettempdir(), f"baton-{name}{os.geteuid()}"))
+
+
+def unknown_variables() -> Iterator[str]:
+    """A line for each variable BATON_... of the environment that sets nothing."""
+    given = {name for name in os.environ if name.startswith("BATON_")} - CLIENT_VARIABLES
+    # Kubernetes sets some for each service whose name begins so, and tests have theirs.
+    strange = {name for name in given if not re.search(r"_SERVICE_|_PORT_\d|_PORT$|^BATON_TEST_", name)}
+    if not strange:
+        return
+    from baton.cli.fields import variables  # here: it takes tens of milliseconds
+
+    known = variables() | CLIENT_VARIABLES
+    parts = sorted(name.removeprefix("BATON_") for name in known)
+    for name in sorted(strange - known):
+        nearest = difflib.get_close_matches(name.removeprefix("BATON_"), parts, 1)
+        hint = "".join(f"; did you mean BATON_{part}?" for part in nearest)
+        yield f"{name} is no variable of Baton's{hint}"
 
 
 def check() -> None:

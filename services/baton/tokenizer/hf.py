@@ -254,4 +254,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, KeyError):  # of what every tokenizer.json has
+        return f"{error} is missing"
     return " ".join(str(error).split())[:300] or type(error).__name__
