@@ -10,7 +10,10 @@ import datetime
 import json
 from typing import Any, Literal
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ImportError:
+    raise SystemExit("this example needs OpenAI's client: pip install openai") from None
 
 TEMPERATURES = {"Paris": 21, "Oslo": 12, "Tokyo": 27}
 STEPS = 4

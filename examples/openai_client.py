@@ -2,7 +2,10 @@
 
 import argparse
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ImportError:
+    raise SystemExit("this example needs OpenAI's client: pip install openai") from None
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from baton.checkpoint import CheckpointError, model_name, resolve
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     return tmp_path
 
 
@@ -47,7 +47,7 @@ def test_of_a_repository_no_folders_are_fetched(monkeypatch, tmp_path):
 
     def download(model, **patterns):
         fetched.extend(filter_repo_objects(names, **patterns))
-        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.cli import up as cli_up
 from baton.cli import worker_check
 from baton.cli.up import check_workers
 
@@ -265,6 +266,18 @@ def test_the_demo_model_waits_for_no_check_that_can_only_succeed(monkeypatch: py
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process is started"))
     check_workers({"prefill": {"tp": 1, "kv_tokens": 4096}, "decode": {"device": "cpu"}})
     check_workers({"prefill": {"tp": 3}, "decode": {}}, prefill=0)
+
+
+def test_a_gpu_is_refused_at_once_where_there_is_no_driver(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process is started"))
+    monkeypatch.setattr(cli_up, "DRIVER", (Path("/nowhere"),))
+    with pytest.raises(SystemExit):
+        check_workers({"prefill": {}, "decode": {"device": "cuda:1"}})
+    assert (
+        capfd.readouterr().err == "baton: device 'cuda:1': there is no NVIDIA driver here; use --device cpu\n"
+    )
 
 
 def test_a_check_that_is_killed_is_said_in_a_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -128,3 +129,10 @@ def test_a_tokenizer_without_anything_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"cannot read the tokenizer in .*: 'added_tokens' is missing"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["agent.py", "openai_client.py"])
+def test_an_example_without_its_client_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(SystemExit, match="pip install openai"):
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / name), run_name="__main__")

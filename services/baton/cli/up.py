@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from baton.bench.machine import DRIVER
 from baton.cli.console import run_command
 from baton.cli.credentials import reachable
 from baton.cli.deployment import Deployment, DeploymentPlan
@@ -94,8 +95,12 @@ def fetch_model(name: str) -> Path:
 def check_workers(settings: Mapping[str, Mapping[str, Any]], prefill: int = 1) -> None:
     """Ends the command with one line, before any process starts, if a worker would refuse its model, or what
     else it is told. settings: by role; prefill: number of prefill nodes."""
+    roles = ("decode", "prefill") if prefill else ("decode",)
+    for device in {str(settings[role].get("device", "")) for role in roles}:
+        if device.startswith("cuda") and not any(path.exists() for path in DRIVER):
+            fail(f"device {device!r}: there is no NVIDIA driver here; use --device cpu", code=2)
     asked: list[tuple[str, dict[str, Any], bool]] = []
-    for role in ("decode", "prefill") if prefill else ("decode",):
+    for role in roles:
         fields = {name: value for name, value in settings[role].items() if name in fields_of(WorkerConfig)}
         model = fields.get("model", "demo")
         fields["model"] = str(fetch_model(model))
