@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from baton.checkpoint import CheckpointError
+from baton.checkpoint_limits import read_json
 
 
 def end_token_ids(path: Path) -> tuple[int, ...]:
@@ -47,10 +46,4 @@ def _of_tokenizer(path: Path) -> Iterator[int]:
 
 def _read(path: Path) -> dict[str, Any]:
     """An object; empty where there is no such file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} cannot be read: it is not a JSON object")
-    return content
+    return read_json(path) if path.is_file() else {}

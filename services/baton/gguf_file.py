@@ -143,11 +143,19 @@ def _opened(path: Path, states: tuple[tuple[int, int, int], ...]) -> GgufFile:
 
 def _open(path: Path) -> _Reader:
     try:
-        reader = _Reader(path)
+        with np.errstate(over="raise"):  # offsets are added in 64 bits
+            reader = _Reader(path)
     except Exception as error:  # the package raises whatever an arbitrary file leads it to
         raise CheckpointError(f"{path} cannot be read: {_reason(path, error)}") from error
     if reader.byte_order != "I":
         raise CheckpointError(f"{path} is big-endian; only little-endian GGUF files are read")
+    end = reader.data_offset
+    for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
+        if tensor.data_offset < end:
+            raise CheckpointError(
+                f"{path} is damaged: tensor {tensor.name} lies over what is before it; get it again"
+            )
+        end = tensor.data_offset + tensor.n_bytes
     return reader
 
 

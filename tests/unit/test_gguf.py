@@ -276,6 +276,26 @@ def test_a_truncated_file_is_refused_in_one_line(small, keep):
     assert str(small) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("offset", [2**64 - 32, 2**63, 2**64 - 2**20, 32])
+def test_a_tensor_that_lies_over_others_is_refused_in_one_line(small, offset):
+    """A reader adds the offset to the beginning of all tensors in 64 bits. At 32 another one begins."""
+    content = small.read_bytes()
+    name = b"blk.0.ffn_up.weight"
+    at = content.index(name) + len(name) + 4 + 16 + 4  # behind dimensions and type
+    small.write_bytes(content[:at] + offset.to_bytes(8, "little") + content[at + 8 :])
+    with pytest.raises(CheckpointError, match=r"lies over what is before it|truncated or damaged") as caught:
+        GgufFile(small)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_of_a_million_layers_is_refused_in_one_line(small):
+    content = small.read_bytes()
+    at = content.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    small.write_bytes(content[:at] + (10**6).to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(CheckpointError, match="num_hidden_layers is beyond"):
+        read_config(small)
+
+
 def test_other_files_are_refused_in_one_line(tmp_path, small):
     qwen3 = save_checkpoint("qwen3", tmp_path / "other")
 

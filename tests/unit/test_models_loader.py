@@ -76,7 +76,7 @@ def write_shards(path, tensors, count):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}'])
 def test_a_damaged_index_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ModelError, match=r"index\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"index\.json"):
         file_names(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_damaged_or_absent_files(checkpoint, tmp_path_factory):
     with pytest.raises(ModelError, match=r"has no model\.safetensors"):
         load_model(checkpoint)
     (checkpoint / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json cannot be used"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
         load_model(checkpoint)
     with pytest.raises(ModelError, match=r"no config\.json"):
         load_model(tmp_path_factory.mktemp("empty"))

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.checkpoint import CheckpointError
+from baton.checkpoint_limits import check_sizes, read_json
 from baton.end_tokens import end_token_ids
 from baton.gguf_file import opened
 from baton.layers.mlp import ACTIVATIONS
@@ -95,8 +96,10 @@ def read_config(path: Path, context_length: int | None = None, implementation: s
                 raise ModelError("GGUF files are served by Baton's own families only; leave out --model-impl")
             file = opened(path)
             hf, ends = read_hf_config(file), file.end_token_ids()
+            check_sizes(path, hf.to_dict())
             implementation = "baton"
         else:
+            check_sizes(path / "config.json", read_json(path / "config.json"))
             hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             named = (
                 value

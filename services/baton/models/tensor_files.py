@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from baton.checkpoint_limits import read_json
 from baton.layers.shard import NO_CUTS, Cuts
 from baton.layers.weights.quantized import Format, Parts
 from baton.models.config import ModelError
@@ -67,11 +68,7 @@ def stored_format(path: Path) -> Format | None:
     """Of a checkpoint's quantized matrices. Raises CheckpointError for one that is not supported."""
     if path.is_file():
         return None
-    file = path / "config.json"
-    try:
-        return read_format(json.loads(file.read_text()).get("quantization_config"))
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+    return read_format(read_json(path / "config.json").get("quantization_config"))
 
 
 def file_names(path: Path) -> list[Path]:
@@ -79,12 +76,12 @@ def file_names(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if index.is_file():
-        try:
-            files = [
-                path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} is damaged: {error}") from error
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ModelError(f"{index} is damaged: weight_map does not name the file of each tensor")
+        if outside := [name for name in names.values() if Path(name).name != name]:
+            raise ModelError(f"{index} names {outside[0]!r}, which is no file beside it; get it again")
+        files = [path / name for name in sorted(set(names.values()))]
     elif single.is_file():
         files = [single]
     else:

@@ -21,6 +21,7 @@ from tokenizers import (
 )
 
 from baton.checkpoint import CheckpointError
+from baton.checkpoint_limits import check_added_tokens
 from baton.gguf_file import BYTE, CONTROL, UNUSED, USER_DEFINED, GgufFile
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -82,6 +83,7 @@ def read_tokenizer(file: GgufFile) -> Any:
     kind = file.value("tokenizer.ggml.model", str)
     if len(types) != len(tokens):
         raise CheckpointError(f"{file.path} has {len(tokens)} tokens and {len(types)} token types")
+    check_added_tokens(file.path, sum(type in (CONTROL, USER_DEFINED) for type in types))
     vocabulary = {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}
     if kind == "gpt2":
         tokenizer, begin = _byte_level(file, vocabulary)

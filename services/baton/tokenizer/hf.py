@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.checkpoint import CheckpointError
+from baton.checkpoint_limits import check_sizes, check_tokenizer, read_json
 from baton.end_tokens import end_token_ids
 from baton.gguf_file import GgufFile
 from baton.rpc.errors import BatonError
@@ -163,9 +164,11 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         eos, context = file.end_token_ids(), file.value("*.context_length", int)
         recommended = common_pb2.SamplingParams()
     else:
-        config = _read_json(path / "config.json")
+        config = read_json(path / "config.json")
+        check_sizes(path / "config.json", config)
+        check_tokenizer(path)
         generation_path = path / "generation_config.json"
-        generation = _read_json(generation_path) if generation_path.is_file() else {}
+        generation = read_json(generation_path) if generation_path.is_file() else {}
         recommended = _default_sampling(generation_path, generation)
         tokenizer = _read_tokenizer(path)
         tokens = len(tokenizer)
@@ -241,16 +244,6 @@ def _default_sampling(path: Path, generation: dict[str, Any]) -> common_pb2.Samp
     except BatonError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
     return params
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {_one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"cannot read {path}: it is not a JSON object")
-    return content
 
 
 def _one_line(error: BaseException) -> str:
