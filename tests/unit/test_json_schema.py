@@ -10,9 +10,10 @@ from decimal import Decimal
 import jsonschema
 import pytest
 
-from baton.grammar.json_literals import is_exact, rewrite_lark
+from baton.grammar.json_literals import as_lark, is_exact, rewrite_lark
 from baton.grammar.json_patterns import without_look_around
 from baton.grammar.json_schema import FORMATS, Exact, SchemaError, rewrite
+from random_schemas import random_schema
 
 CHILD = """
 import json, sys
@@ -483,6 +484,42 @@ def test_other_patterns():
     assert without_look_around(r"^a\(?=b[(?=]$") == r"^a\(?=b[(?=]$"
     assert without_look_around(r"(?<!a)b") is None and without_look_around(r"(a)\1") is None
     assert without_look_around(DECIMAL + r"\d{1}$") is None
+
+
+# --- whatever is sent -----------------------------------------------------------------------------------
+
+
+def wrong(rng, value):
+    """The value with something else at one place."""
+    large = [2**60, {"const": -(2**63)}, {"enum": [2**60]}, {"const": 1e300}]
+    other = rng.choice([*large, None, [], {}, True, "object", large, {"$ref": "#/$defs/node"}])
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        key = rng.choice(sorted(value))
+        return {**value, rng.choice((key, key, "const", "minItems", "enum")): wrong(rng, value[key])}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        index = rng.randrange(len(value))
+        return [*value[:index], wrong(rng, value[index]), *value[index + 1 :]]
+    return other
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_wrong_schemas_are_refused_in_words(library, loose):
+    refused = exact = 0
+    for seed in range(600):
+        rng, schema = random.Random(seed), random_schema(seed)
+        for _ in range(rng.randint(1, 3)):
+            schema = wrong(rng, schema)
+        if not isinstance(schema, dict):
+            continue
+        try:
+            made = rewrite(schema, loose=loose)
+            exact += bool(as_lark(made.schema, "x")[1])
+        except SchemaError:
+            refused += 1
+            continue
+        if seed % 6 == 0:
+            library.fits(json.dumps(schema), "1")
+    assert refused > 50 and exact > 10
 
 
 # --- Lark -----------------------------------------------------------------------------------------------

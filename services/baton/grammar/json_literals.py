@@ -37,8 +37,11 @@ def as_lark(schema: Value, name: str) -> tuple[str, list[str]]:
     `name`. Raises SchemaError for a literal that cannot be said where it stands."""
     if not is_exact(schema):
         return f"%json {dumps(schema)}", []
-    writer = _Writer(schema, name)
-    return writer.value(schema, ""), writer.rules
+    try:
+        writer = _Writer(schema, name)
+        return writer.value(schema, ""), writer.rules
+    except (AttributeError, KeyError, TypeError):  # of what else the library would say
+        raise SchemaError("beside a literal beyond ±2^53, a keyword has a value of a wrong type") from None
 
 
 def rewrite_lark(text: str) -> str:
@@ -89,7 +92,8 @@ class _Writer:
         self._options = {"x-guidance": options} if options else {}
         self._space = f"{name.upper()}_SPACE?" if space else ""
         if space:
-            self.rules.append(f"{name.upper()}_SPACE: /{space}/")
+            escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", space)
+            self.rules.append(f"{name.upper()}_SPACE: /{escaped}/")
 
     def value(self, schema: Value, path: str) -> str:
         if not self._has_exact(schema):
