@@ -16,9 +16,10 @@ from baton.checkpoint import CheckpointError, split_name
 
 SUPPORTED = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
 )
-"""Types of tensors that are read."""
+"""Types of tensors that are read: those that the `gguf` package unpacks and llama.cpp writes."""
 
 PIECE = 2**20
 """Weights that are unpacked at a time: unpacking takes about 20 bytes of memory a weight."""

@@ -191,7 +191,13 @@ def random_blocks(kind, rows, columns):
     at = {
         **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
         **{"IQ4_NL": (0,), "IQ4_XS": (0,), "Q4_0": (0,), "Q4_1": (0, 2)},
+        **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+        **{"IQ1_M": (), "TQ1_0": (52,), "TQ2_0": (64,)},
     }[kind]
+    if kind == "IQ1_M":  # its scale, here 0.1, lies in the highest 4 bits of four words
+        words = data[:, :, 48:56].view(np.uint16)
+        words &= 0x0FFF
+        words |= np.array([0x6, 0x6, 0xE, 0x2], np.uint16) << 12
     for offset in at:
         scales = rng.uniform(0.01, 0.1, data.shape[:2]).astype(np.float16)
         data[:, :, offset : offset + 2] = scales[..., None].view(np.uint8)

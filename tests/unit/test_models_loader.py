@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from baton.checkpoint import CheckpointError
+from baton.checkpoint_config import context_length
 from baton.config import DecodeConfig
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.parameters import Parameters
@@ -425,3 +426,17 @@ def test_layers_like_llamas_are_fused_on_a_gpu(variant, tmp_path):
 def test_other_layers_are_not(variant, tmp_path):
     save_checkpoint(variant, tmp_path)
     assert "layers" in str(why_not_fused(declared(tmp_path, torch.bfloat16)))
+
+
+def test_yarn_that_was_added_by_hand_extends_the_context(checkpoint):
+    """As Qwen's README says to do it: max_position_embeddings stays."""
+    file = checkpoint / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_parameters"]
+    config["rope_theta"] = 10000.0
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    file.write_text(json.dumps(config))
+    assert config["max_position_embeddings"] == 256
+    assert context_length(config) == read_config(checkpoint).context_length == 1024
+    assert read_config(checkpoint, 700).used_length == 700
+    load_model(checkpoint).layers[0].attention.rope.at(torch.tensor([1023]))

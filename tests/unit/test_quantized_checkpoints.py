@@ -131,3 +131,68 @@ def test_a_tensor_of_whole_numbers_is_refused(tmp_path):
     save_file({**tensors, name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"up_proj\.weight is int8"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "inner"),
+    [
+        ("gptq", "quantize_config.json", ""),
+        ("awq", "quant_config.json", ""),
+        ("fp8-tensor-static", "hf_quant_config.json", "quantization"),
+    ],
+)
+def test_a_scheme_that_stands_in_a_file_of_its_own_is_found(name, file, inner, tmp_path):
+    model = save_checkpoint("llama-yarn", tmp_path)
+    write(tmp_path, model, SCHEMES[name])
+    config = json.loads((tmp_path / "config.json").read_text())
+    scheme = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    del scheme["quant_method"]
+    if inner:
+        scheme = {
+            "producer": {"name": "modelopt"},
+            inner: {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        }
+    (tmp_path / file).write_text(json.dumps(scheme))
+    check_logits(tmp_path, model, quantization="none")
+
+
+def test_modelopt_is_served_in_fp8_and_refused_by_name_otherwise(tmp_path):
+    model = save_checkpoint("llama-yarn", tmp_path)
+    write(tmp_path, model, SCHEMES["fp8-tensor-static"])
+
+    def say(**scheme):
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "modelopt", **scheme}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+
+    say(quant_algo="FP8")
+    check_logits(tmp_path, model, quantization="none")
+    say(quant_algo="NVFP4")
+    with pytest.raises(CheckpointError, match="'modelopt' with quant_algo 'NVFP4'"):
+        read_config(tmp_path)
+
+
+def test_groups_that_are_not_neighbours_are_not_ignored(tmp_path):
+    """Without desc_act transformers' answers would follow g_idx, and the tensor's name says what to do."""
+    path = quantized(tmp_path, SCHEMES["gptq-desc-act"])
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = False
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="set desc_act to true"):
+        load_model(path)
+
+
+def test_biases_of_zeros_beside_quantized_matrices_are_left_out(tmp_path):
+    model = save_checkpoint("llama-yarn", tmp_path)
+    write(tmp_path, model, SCHEMES["gptq"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    rows = {name: each.shape[1] for name, each in tensors.items() if name.endswith(".qweight")}
+    biases = {f"{name.removesuffix('qweight')}bias": torch.zeros(count) for name, count in rows.items()}
+    save_file({**tensors, **biases}, tmp_path / "model.safetensors")
+    check_logits(tmp_path, model, quantization="none")
+    name = next(iter(biases))
+    biases[name][3] = 0.5
+    save_file({**tensors, **biases}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"unexpected tensor {name}"):
+        load_model(tmp_path)

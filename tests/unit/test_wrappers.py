@@ -10,7 +10,7 @@ import transformers
 from random_checkpoints import Driver, save_checkpoint
 from transformers import AutoModelForImageTextToText
 
-from baton.end_tokens import end_token_ids
+from baton.checkpoint_config import end_token_ids
 from baton.models.config import ModelError, read_config
 from baton.models.loader import check_tensors
 

@@ -12,14 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.checkpoint import CheckpointError
+from baton.checkpoint_config import context_length, end_token_ids
 from baton.checkpoint_limits import check_sizes, read_json
-from baton.end_tokens import end_token_ids
 from baton.gguf_file import opened
 from baton.layers.mlp import ACTIVATIONS
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, rope_of
 from baton.models.gguf import read_hf_config
-from baton.models.quantization import read_format
+from baton.models.quantization import quantization_config, read_format
 from baton.models.registry import FAMILIES, build
 
 
@@ -122,9 +122,9 @@ def _listed(value: int | list[int] | None) -> Iterable[int]:
     return value if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
-def _convert(hf: Any, path: Path, context_length: int | None, implementation: str) -> ModelConfig:
+def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str) -> ModelConfig:
     name, implementation = _choose(hf, implementation)
-    quantization = dict(getattr(hf, "quantization_config", None) or {})
+    quantization = {} if path.is_file() else quantization_config(path)
     method = quantization.get("quant_method")
     read_format(quantization)  # refuses what is not supported
     if quantization and implementation != "baton":
@@ -151,6 +151,8 @@ def _convert(hf: Any, path: Path, context_length: int | None, implementation: st
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise ModelError("num_attention_heads is not a multiple of num_key_value_heads")
+    rope = getattr(text, "rope_parameters", None)
+    most = context_length({"max_position_embeddings": text.max_position_embeddings, "rope_parameters": rope})
     return ModelConfig(
         architecture=name,
         vocab_size=text.vocab_size,
@@ -160,13 +162,13 @@ def _convert(hf: Any, path: Path, context_length: int | None, implementation: st
         num_kv_heads=kv_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         rms_norm_eps=getattr(text, "rms_norm_eps", 0.0),
-        context_length=text.max_position_embeddings,
+        context_length=most,
         tied=_is_tied(hf, path),
         dtype=_dtype(text if getattr(text, "dtype", None) is not None else hf, path),
         eos_token_ids=(),
         hf=hf if implementation == "transformers" else text,
         implementation=implementation,
-        used_length=min(context_length or text.max_position_embeddings, text.max_position_embeddings),
+        used_length=min(wanted_length or most, most),
         wrapper=wrapper,
     )
 

@@ -79,7 +79,7 @@ def _check(
             if name not in missing:
                 # Some checkpoints carry frequencies, although config.json determines them.
                 known = name.startswith(tuple(ignored)) or name.endswith("rotary_emb.inv_freq")
-                if known or is_kv_scale(name):
+                if known or is_kv_scale(name) or _is_bias_of_zeros(file, name, parameters):
                     continue
                 raise ModelError(f"{file.path.name} holds unexpected tensor {name}")
             if shape != (wanted := list(parameters[name].shape)):
@@ -92,6 +92,14 @@ def _check(
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{path} lacks tensor {first}{more}")
     return found
+
+
+def _is_bias_of_zeros(file: TensorFile, name: str, parameters: dict[str, Parameter]) -> bool:
+    """GPTQModel writes one beside each quantized matrix, also where the model has none."""
+    matrix = f"{name.removesuffix('bias')}weight"
+    if not name.endswith(".bias") or matrix not in parameters or matrix not in file.quantized():
+        return False
+    return not any(isinstance(part, torch.Tensor) and part.any() for _, _, part in file.read([name], [name]))
 
 
 def check_tensors(

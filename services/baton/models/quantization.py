@@ -1,19 +1,41 @@
-"""Which format the quantized weights of a checkpoint have, by quantization_config in its config.json."""
+"""Which format the quantized weights of a checkpoint have, by quantization_config in its config.json, or by
+the files that some programs write instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from baton.checkpoint import CheckpointError
+from baton.checkpoint_limits import read_json
 from baton.layers.weights.awq import Awq
 from baton.layers.weights.compressed import Compressed, Packed
 from baton.layers.weights.fp8 import Fp8, Fp8Blocks
 from baton.layers.weights.gptq import Gptq
 from baton.layers.weights.quantized import Format
 
-METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
+METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "awq", "mxfp4")
 _COMPRESSED = ("naive-quantized", "float-quantized", "int-quantized", "pack-quantized")
+
+
+def quantization_config(path: Path) -> dict[str, Any]:
+    """How the checkpoint in the directory `path` says that it is quantized; empty: it is not. AutoGPTQ and
+    AutoAWQ have written quantize_config.json and quant_config.json, ModelOpt hf_quant_config.json. Raises
+    CheckpointError for a file that cannot be read."""
+    config = _read(path / "config.json").get("quantization_config")
+    if config:
+        return dict(config)
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if found := _read(path / name):
+            return {"quant_method": method, **found}
+    inner = _read(path / "hf_quant_config.json").get("quantization")
+    return {"quant_method": "modelopt", **inner} if isinstance(inner, dict) else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An object; empty where there is no such file."""
+    return read_json(path) if path.is_file() else {}
 
 
 def read_format(config: Mapping[str, Any] | None) -> Format | None:
@@ -27,6 +49,8 @@ def read_format(config: Mapping[str, Any] | None) -> Format | None:
     try:
         if method == "fp8":
             return _fp8(config)
+        if method == "modelopt":
+            return _modelopt(config)
         if method == "gptq":
             return _gptq(config)
         if method == "awq":
@@ -52,6 +76,13 @@ def _fp8(config: Mapping[str, Any]) -> Format:
         raise _refusal(f"by 'fp8' with fmt {config['fmt']!r}")
     block = config.get("weight_block_size")
     return Fp8Blocks(*_sizes(block)) if block else Fp8()
+
+
+def _modelopt(config: Mapping[str, Any]) -> Format:
+    algorithm = config.get("quant_algo")
+    if algorithm != "FP8":
+        raise _refusal(f"by 'modelopt' with quant_algo {algorithm!r}")
+    return Fp8()
 
 
 def _sizes(block: Any) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from baton.layers.weights.quantized import Format, Parts
 from baton.models.config import ModelError
 from baton.models.gguf import GgufTensors
 from baton.models.mxfp4 import Mxfp4Tensors
-from baton.models.quantization import read_format
+from baton.models.quantization import quantization_config, read_format
 from baton.models.quantized_file import QuantizedFile
 
 
@@ -68,7 +68,7 @@ def stored_format(path: Path) -> Format | None:
     """Of a checkpoint's quantized matrices. Raises CheckpointError for one that is not supported."""
     if path.is_file():
         return None
-    return read_format(read_json(path / "config.json").get("quantization_config"))
+    return read_format(quantization_config(path))
 
 
 def file_names(path: Path) -> list[Path]:

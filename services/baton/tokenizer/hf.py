@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.checkpoint import CheckpointError
+from baton.checkpoint_config import context_length, end_token_ids
 from baton.checkpoint_limits import check_sizes, check_tokenizer, read_json
-from baton.end_tokens import end_token_ids
 from baton.gguf_file import GgufFile
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
@@ -175,7 +175,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         text = config.get("text_config")  # of a model that takes more than text
         config = {**config, **(text if isinstance(text, dict) else {})}
         size = int(config.get("vocab_size") or tokens)
-        eos, context = end_token_ids(path), int(config.get("max_position_embeddings") or 0)
+        eos, context = end_token_ids(path), context_length(config)
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()

@@ -32,9 +32,14 @@ class Gptq:
         wanted = (len(codes), -(-inputs // group))
         if scale.shape != wanted or zero.shape != wanted:
             raise ValueError(f"scales {list(scale.shape)} and zeros {list(zero.shape)} instead of {wanted}")
-        order = None
+        order = tensors["g_idx"].long() if "g_idx" in tensors else None
+        if order is not None and not self.reordered:
+            if not torch.equal(order, torch.arange(inputs) // group):
+                raise ValueError("g_idx has groups of other columns than neighbours; set desc_act to true")
+            order = None
         if self.reordered:
-            order = tensors["g_idx"].long()
+            if order is None:
+                raise ValueError("desc_act is true, and there is no g_idx")
             if order.shape != (inputs,) or not 0 <= int(order.min()) <= int(order.max()) < wanted[1]:
                 raise ValueError("g_idx does not name the group of each input")
         return QuantizedTensor(codes, scale, group, zero.contiguous(), order)

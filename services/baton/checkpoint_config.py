@@ -1,8 +1,8 @@
-"""The tokens that end an output, by a checkpoint's files. Imports no torch, for the tokenizer process."""
+"""What tokenizer processes and workers read alike of a checkpoint's files. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,17 @@ def end_token_ids(path: Path) -> tuple[int, ...]:
     config = _read(path / "config.json")
     found = {*_ids(config), *_ids(config.get("text_config")), *_ids(_read(path / "generation_config.json"))}
     return tuple(sorted({*found, *_of_tokenizer(path)}))
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """Positions that a model was made for, by its configuration; 0: it is not said. YaRN that was added by
+    hand extends `max_position_embeddings`, which stays as it was. Source: the README of Qwen3."""
+    stated = int(config.get("max_position_embeddings") or 0)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return stated
+    original = rope.get("original_max_position_embeddings") or stated
+    return max(stated, int(rope.get("factor", 1) * original))
 
 
 def _ids(config: Any) -> Iterator[int]:
