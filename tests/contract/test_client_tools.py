@@ -90,6 +90,20 @@ def test_everything_arrives():
 
 
 @pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"type": "json_object"}, 'write grammar={"json_object": True}'),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, "json_schema.schema itself"),
+        ({"type": "text"}, "leave it out"),
+    ],
+)
+def test_forms_of_openai_are_refused_with_what_to_write(given, words):
+    with Client("127.0.0.1:1") as client, pytest.raises(BatonError) as raised:
+        client.generate("x", response_format=given)
+    assert raised.value.field == "response_format" and words in raised.value.message
+
+
+@pytest.mark.parametrize(
     "options, field",
     [
         ({"tools": [NOTE]}, "tools"),

@@ -9,6 +9,13 @@ from baton.client.types import Grammar, ResponseFormat
 from baton.rpc.errors import invalid
 from baton.v1 import common_pb2
 
+_INSTEAD = {
+    "json_object": 'write grammar={"json_object": True}',
+    "json_schema": "give what stands in json_schema.schema itself",
+    "text": "leave it out",
+}
+"""For the types of OpenAI's response_format, none of which is a type of JSON Schema: what is written here."""
+
 
 def grammar_message(grammar: Grammar) -> common_pb2.Grammar:
     """Raises BatonError, TypeError or ValueError for what the contract cannot express."""
@@ -33,7 +40,11 @@ def grammar_message(grammar: Grammar) -> common_pb2.Grammar:
 
 
 def format_message(response_format: ResponseFormat) -> common_pb2.Grammar:
-    """Of a schema, or of the schema of a pydantic model."""
+    """Of a schema, or of the schema of a pydantic model. Raises BatonError for OpenAI's forms."""
     if isinstance(response_format, Mapping):
+        instead = _INSTEAD.get(str(response_format.get("type")))
+        if instead is not None:
+            text = f"response_format is a JSON Schema or a pydantic model: {instead}"
+            raise invalid("response_format", text)
         return grammar_message({"json_schema": response_format})
     return grammar_message({"json_schema": response_format.model_json_schema()})
