@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import grpc.aio
 from scripted_decode import ScriptedDecode
 
 from baton.config import GatewayConfig, TokenizerConfig
@@ -49,6 +50,8 @@ class Rig:
     node: GatewayNode
     stub: inference_pb2_grpc.InferenceStub
     tokens: tokenizer_pb2_grpc.TokenizerStub
+    channel: grpc.aio.Channel
+    tokens_channel: grpc.aio.Channel
 
     @property
     def http(self) -> str:
@@ -102,7 +105,8 @@ async def gateway(*decode: ScriptedDecode, tokenizer_address: str = "", **config
     )
     await asyncio.wait_for(ready.wait(), 120)
     async with open_channel(node.address) as public, open_channel(tokenizer_address) as inner:
-        rig = Rig(node, inference_pb2_grpc.InferenceStub(public), tokenizer_pb2_grpc.TokenizerStub(inner))
+        stubs = inference_pb2_grpc.InferenceStub(public), tokenizer_pb2_grpc.TokenizerStub(inner)
+        rig = Rig(node, *stubs, public, inner)
         try:
             yield rig
         finally:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
 
 from baton.rpc.errors import invalid
 from baton.v1 import common_pb2
@@ -26,6 +30,13 @@ MAX_LARK_RULES = 8192
 MAX_LARK_TERMINALS = 512
 """Nested terminals take time that grows with the third power of their number: 512 take half a second."""
 MAX_GRAMMAR_CHOICES = 4096
+
+
+def check_enums(message: Message, field: str = "") -> None:
+    """Raises BatonError for the first enum's value that baton.v1 does not have. A parser keeps such values,
+    and code would take them for the default. field: the message's own path; empty: it is a request."""
+    for path in enum_paths(message.DESCRIPTOR):
+        _check_enum(message, path, field)
 
 
 def check_sampling(
@@ -95,6 +106,41 @@ def check_choices(n: int) -> None:
     """Raises BatonError unless 1 <= n <= 16."""
     if not 1 <= n <= MAX_CHOICES:
         raise invalid("n", f"n must be in [1, {MAX_CHOICES}], not {n}")
+
+
+_Path = tuple[FieldDescriptor, ...]
+
+
+@cache
+def enum_paths(descriptor: Descriptor, around: tuple[Descriptor, ...] = ()) -> tuple[_Path, ...]:
+    """The fields that lead to each enum of a message. around: the messages that it is in."""
+    if descriptor in around or descriptor.full_name.startswith("google."):
+        return ()
+    paths: list[_Path] = []
+    for field in descriptor.fields:
+        if field.enum_type is not None:
+            paths.append((field,))
+        elif field.message_type is not None:
+            inner = enum_paths(field.message_type, (*around, descriptor))
+            paths.extend((field, *path) for path in inner)
+    return tuple(paths)
+
+
+def _check_enum(message: Message, path: _Path, name: str) -> None:
+    field, rest = path[0], path[1:]
+    name = f"{name}.{field.name}" if name else field.name
+    value = getattr(message, field.name)
+    if field.is_repeated:
+        entries = [(f"{name}[{index}]", each) for index, each in enumerate(value)]
+    elif rest and not message.HasField(field.name):
+        return
+    else:
+        entries = [(name, value)]
+    for name, each in entries:
+        if rest:
+            _check_enum(each, rest, name)
+        elif each not in field.enum_type.values_by_number:
+            raise invalid(name, f"{name} is {each}: {field.enum_type.full_name} has no such value")
 
 
 _ABOVE_ZERO = 2.0**-149  # the smallest positive float32

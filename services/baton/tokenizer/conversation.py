@@ -17,6 +17,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from baton.rpc.errors import BatonError, invalid
+from baton.rpc.validate import check_enums
 from baton.v1 import tokenizer_pb2
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -166,6 +167,7 @@ def _tools(chat: tokenizer_pb2.ChatPrompt, name: str) -> list[dict[str, Value]]:
             parameters = _json_object(tool.parameters, f"{where}.parameters")
         function = {"name": tool.name, "description": tool.description, "parameters": parameters}
         found.append({"type": "function", "function": function})
+    check_enums(chat, name)
     choice = chat.tool_choice
     if choice.name and choice.mode != tokenizer_pb2.ToolChoice.MODE_REQUIRED:
         raise invalid(f"{name}.tool_choice.name", f"{name}.tool_choice.name: only with MODE_REQUIRED")

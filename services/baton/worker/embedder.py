@@ -25,7 +25,7 @@ from baton.rpc.errors import (
     without_frames,
 )
 from baton.rpc.message_size import check_embeddings
-from baton.rpc.validate import check_token_ids
+from baton.rpc.validate import check_enums, check_token_ids
 from baton.v1 import embed_pb2, node_pb2
 from baton.worker.shell import Steps, WorkerCore
 
@@ -120,8 +120,7 @@ def check(message: embed_pb2.EmbedPrompts, info: node_pb2.ModelInfo) -> None:
         raise failed_precondition(f"this node serves another model, {info.name!r}", "MODEL_MISMATCH")
     if not 1 <= len(message.prompts) <= MAX_PROMPTS:
         raise invalid("prompts", f"1 to {MAX_PROMPTS} prompts a call, not {len(message.prompts)}")
-    if message.pooling not in _POOLING:
-        raise invalid("pooling", f"pooling {message.pooling} is not known")
+    check_enums(message)
     if message.HasField("dimensions") and not 1 <= message.dimensions <= info.embedding_size:
         text = f"dimensions must be in [1, {info.embedding_size}], not {message.dimensions}"
         raise invalid("dimensions", text)
