@@ -64,9 +64,7 @@ async def answer(channel: grpc.aio.Channel, method: str, request: Message) -> Ba
     service, _, name = method.partition(".")
     file = inference_pb2 if service == "Inference" else tokenizer_pb2
     descriptor = file.DESCRIPTOR.services_by_name[service].methods_by_name[name]
-    call = channel.stream_stream(f"/baton.v1.{service}/{name}")(
-        iter([request.SerializeToString()]), timeout=30
-    )
+    call = channel.stream_stream(f"/baton.v1.{service}/{name}")
     try:
         async for data in call(iter([request.SerializeToString()]), timeout=30):
             message = GetMessageClass(descriptor.output_type).FromString(data)

@@ -139,8 +139,8 @@ def _check_enum(message: Message, path: _Path, name: str) -> None:
     for name, each in entries:
         if rest:
             _check_enum(each, rest, name)
-        elif each not in field.enum_type.values_by_number:
-            raise invalid(name, f"{name} is {each}: {field.enum_type.full_name} has no such value")
+        elif (kind := field.enum_type) is not None and each not in kind.values_by_number:
+            raise invalid(name, f"{name} is {each}: {kind.full_name} has no such value")
 
 
 _ABOVE_ZERO = 2.0**-149  # the smallest positive float32
