@@ -67,7 +67,7 @@ class Engine:
         )
         self.pages = [tuple(range(slot * each, (slot + 1) * each)) for slot in range(ROWS)]
         self.number, self.at = 0, 16
-        rows = [PlanRow(slot, tuple(range(16)), 0, self.pages[slot], (slot,)) for slot in range(ROWS)]
+        rows = [PlanRow(slot, tuple(range(16)), 0, (self.pages[slot],), (slot,)) for slot in range(ROWS)]
         inits = [SlotInit(slot, GREEDY, 0, tuple(range(16)), ()) for slot in range(ROWS)]
         self._run(rows, inits)
 
@@ -81,7 +81,7 @@ class Engine:
         """Seconds of each of so many decode steps."""
         found = []
         for _ in range(count):
-            plan = [PlanRow(slot, None, self.at, self.pages[slot], (slot,)) for slot in range(rows)]
+            plan = [PlanRow(slot, None, self.at, (self.pages[slot],), (slot,)) for slot in range(rows)]
             found.append(self._run(plan))
         return found
 

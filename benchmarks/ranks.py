@@ -43,7 +43,9 @@ def plan(number: int, rows: int, pages: list[tuple[int, ...]]) -> StepPlan:
     start = 16 * PAGES + number
     for slot in range(number % 16, rows, 16):
         pages[slot] = (*pages[slot], number)
-    return StepPlan(number, tuple(PlanRow(slot, None, start, pages[slot], (slot,)) for slot in range(rows)))
+    return StepPlan(
+        number, tuple(PlanRow(slot, None, start, (pages[slot],), (slot,)) for slot in range(rows))
+    )
 
 
 def way(rows: int, plans: int) -> dict[str, float]:
@@ -113,7 +115,7 @@ def step_ms(made: Engine, threads: int, rows: int) -> float:
     params = SamplingParams(temperature=0.0)
     inits = tuple(SlotInit(slot, params, 0, (), (), last_token=1) for slot in range(rows))
     batch = tuple(
-        PlanRow(slot, None, 100, tuple(range(slot * 8, slot * 8 + 8)), (slot,)) for slot in range(rows)
+        PlanRow(slot, None, 100, (tuple(range(slot * 8, slot * 8 + 8)),), (slot,)) for slot in range(rows)
     )
     began = time.perf_counter()
     made.runner.read(made.runner.launch(StepPlan(1, batch, inits)))

@@ -17,6 +17,8 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 PROMPT = [*range(5, 302)]
 PAGES = 19
 Event, Chunk, First = prefill_pb2.PrefillEvent, prefill_pb2.ChunkReady, prefill_pb2.FirstTokens
+Group = prefill_pb2.GroupPages
+ALL = Group(page_ids=range(PAGES), generations=[0] * PAGES)
 OWN = {"first": First(tokens=[prefill_pb2.SampledToken(token_id=5)])}
 
 
@@ -26,7 +28,7 @@ def first(*tokens: int, **fields: Any) -> dict:
 
 
 def chunk(pages: Any, generations: Any, last: bool = True) -> dict:
-    return {"chunk": Chunk(page_ids=pages, generations=generations, last=last)}
+    return {"chunk": Chunk(groups=[Group(page_ids=pages, generations=generations)], last=last)}
 
 
 SAID = {
@@ -40,6 +42,7 @@ SAID = {
     "too many pages": [OWN, chunk(range(3000), [0] * 3000)],
     "too few pages": [OWN, chunk([0], [0])],
     "too few generations": [OWN, chunk(range(PAGES), [0] * 3)],
+    "pages of two groups": [OWN, {"chunk": Chunk(groups=[ALL, ALL], last=True)}],
     "wrong generations": [OWN, chunk(range(PAGES), [2**60] * PAGES)],
     "the end too early": [{"finished": {"stood": True}}],
     "a failure without words": [{"failed": {}}],

@@ -117,11 +117,10 @@ def make(
     return runner, KvCache(PageAllocator(num_pages), PrefixTree(page_size, groups=layout.groups))
 
 
-def tables(runner, first: int, count: int) -> dict[str, tuple[object, ...]]:
-    """Of a PlanRow: page tables of all KV groups, with so many pages from `first` on each."""
-    groups = range(len(runner._pool.layout.groups))
-    pages, *more = (tuple(range(first + g * count, first + g * count + count)) for g in groups)
-    return {"pages": pages, "more_pages": tuple(more)}
+def tables(runner, first: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """Page tables of all KV groups, with so many pages from `first` on each."""
+    starts = (first + group * count for group in range(len(runner._pool.layout.groups)))
+    return tuple(tuple(range(start, start + count)) for start in starts)
 
 
 def generate(

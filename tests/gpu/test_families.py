@@ -157,12 +157,12 @@ def test_logits_of_prompt_and_decode_steps(checkpoints, family, dtype):
     runner, _ = make(path, f"graphs:{pair_of(family, dtype)}", dtype)
     want = reference_logits(path, tokens)[99:]
     pages, got = tables(runner, 3, 8), []
-    row = PlanRow(0, tuple(tokens[:100]), 0, sample=(0,), **pages)
+    row = PlanRow(0, tuple(tokens[:100]), 0, pages, (0,))
     runner.read(runner.launch(StepPlan(1, (row,), (SlotInit(0, GREEDY, 0, (), ()),))))
     got.append(runner.graphs._logits[:1].float().cpu())
     for at in range(100, 120):
         init = SlotInit(0, GREEDY, 0, (), (), tokens[at])
-        runner.read(runner.launch(StepPlan(at, (PlanRow(0, None, at, sample=(0,), **pages),), (init,))))
+        runner.read(runner.launch(StepPlan(at, (PlanRow(0, None, at, pages, (0,)),), (init,))))
         got.append(runner.graphs._logits[:1].float().cpu())
     difference = (torch.cat(got) - want).abs()
     if dtype == torch.float32:
@@ -203,7 +203,7 @@ def test_embeddings_equal_those_of_the_cpu(checkpoints, family):
         for dtype in (torch.float32, torch.bfloat16):
             kind = "cpu" if dtype == torch.float32 else f"graphs:{pair_of(family, dtype)}"
             runner, _ = make(path, kind, dtype)
-            row = PlanRow(0, tuple(tokens), 0, pooling=pooling, **tables(runner, 0, 4))
+            row = PlanRow(0, tuple(tokens), 0, tables(runner, 0, 4), pooling=pooling)
             (result,) = runner.read(runner.launch(StepPlan(1, (row,)))).rows
             assert result.error is None
             results.append(torch.from_numpy(result.pooled))

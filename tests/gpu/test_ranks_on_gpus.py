@@ -260,7 +260,7 @@ def test_more_ranks_than_gpus_are_refused(checkpoint):
 
 def step(engine, number=1):
     inits = (SlotInit(0, SamplingParams(temperature=0.0), 0, (), ()),)
-    row = PlanRow(0, (5, 6, 7), 0, (0,), (0,))
+    row = PlanRow(0, (5, 6, 7), 0, ((0,),), (0,))
     return engine.runner.read(engine.runner.launch(StepPlan(number, (row,), inits)))
 
 

@@ -156,7 +156,7 @@ def test_replay_equals_the_same_step_without_a_graph(checkpoint, pair):
     prompts = prompts_of(*range(20, 44))
     pages = 6
     for slot, prompt in enumerate(prompts):
-        row = PlanRow(slot, tuple(prompt), 0, tuple(range(slot * pages, slot * pages + pages)), (slot,))
+        row = PlanRow(slot, tuple(prompt), 0, (tuple(range(slot * pages, slot * pages + pages)),), (slot,))
         init = SlotInit(slot, SamplingParams(temperature=slot % 3 * 0.5, seed=slot), slot, (), ())
         runner.read(runner.launch(StepPlan(1, (row,), (init,))))
     graphs = runner.graphs
@@ -184,11 +184,11 @@ def test_replay_equals_the_same_step_without_a_graph(checkpoint, pair):
 
 def small_step(slots=24, first=20):
     """Rows of one token and chunks of all lengths, behind prompts of `first`, `first` + 1, ... tokens."""
-    rows = [PlanRow(0, tuple(prompts_of(2)[0]), 0, tuple(range(392, 400)), (0,))]
+    rows = [PlanRow(0, tuple(prompts_of(2)[0]), 0, (tuple(range(392, 400)),), (0,))]
     for slot in range(1, slots):
         pages = tuple(range(slot * 6, slot * 6 + 6))
         tokens = None if slot % 3 else tuple(prompts_of(slot // 2 + 2, seed=slot)[0])
-        rows.append(PlanRow(slot, tokens, first + slot, pages, (slot,)))
+        rows.append(PlanRow(slot, tokens, first + slot, (pages,), (slot,)))
     return rows
 
 
@@ -198,7 +198,7 @@ def test_a_small_step_by_graph_equals_the_same_without(checkpoint, pair):
     runner, _ = make(checkpoint, f"graphs:{pair}", torch.bfloat16, slots=24)
     prompts = prompts_of(*range(20, 44))
     for slot, prompt in enumerate(prompts):
-        row = PlanRow(slot, tuple(prompt), 0, tuple(range(slot * 6, slot * 6 + 6)), (slot,))
+        row = PlanRow(slot, tuple(prompt), 0, (tuple(range(slot * 6, slot * 6 + 6)),), (slot,))
         init = SlotInit(slot, SamplingParams(temperature=0.0), slot, (), ())
         runner.read(runner.launch(StepPlan(1, (row,), (init,))))
     graphs, rows = runner.chunk_graphs, small_step()
@@ -246,11 +246,11 @@ def test_padding_changes_nothing_for_others(checkpoint):
 def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(checkpoint, pair):
     runner, _ = make(checkpoint, f"graphs:{pair}", torch.bfloat16)
     prompts = prompts_of(20, 30)
-    rows = [PlanRow(s, tuple(p), 0, (2 * s, 2 * s + 1), (s,)) for s, p in enumerate(prompts)]
+    rows = [PlanRow(s, tuple(p), 0, ((2 * s, 2 * s + 1),), (s,)) for s, p in enumerate(prompts)]
     inits = tuple(SlotInit(s, GREEDY, 0, (), ()) for s in range(2))
     runner.read(runner.launch(StepPlan(1, tuple(rows), inits)))
     runner._pool.pages[2].fill_(math.nan)
-    rows = [PlanRow(s, None, len(p), (2 * s, 2 * s + 1), (s,)) for s, p in enumerate(prompts)]
+    rows = [PlanRow(s, None, len(p), ((2 * s, 2 * s + 1),), (s,)) for s, p in enumerate(prompts)]
     good, bad = runner.read(runner.launch(StepPlan(2, tuple(rows)))).rows
     assert good.error is None and bad.error is not None
 
@@ -269,11 +269,11 @@ def test_no_number_of_one_sequence_reaches_the_next_in_its_pages(tmp_path, pair,
     def run(prompts):
         """Tokens of each row and its errors, for six steps."""
         pages = [tuple(range(slot * each, slot * each + each)) for slot in range(2)]
-        rows = [PlanRow(s, tuple(p), 0, pages[s], (s,)) for s, p in enumerate(prompts)]
+        rows = [PlanRow(s, tuple(p), 0, (pages[s],), (s,)) for s, p in enumerate(prompts)]
         inits = tuple(SlotInit(s, GREEDY, 0, (), ()) for s in range(2))
         results = [runner.read(runner.launch(StepPlan(1, tuple(rows), inits))).rows]
         for step in range(5):
-            rows = [PlanRow(s, None, len(p) + step, pages[s], (s,)) for s, p in enumerate(prompts)]
+            rows = [PlanRow(s, None, len(p) + step, (pages[s],), (s,)) for s, p in enumerate(prompts)]
             results.append(runner.read(runner.launch(StepPlan(2 + step, tuple(rows)))).rows)
         return [(row.tokens, row.error) for step in results for row in step]
 
@@ -298,14 +298,14 @@ def test_a_model_whose_values_are_damaged_fails(tmp_path, kind, quantization):
     runner, _ = make(path, kind, torch.bfloat16, page_size=128, num_pages=8, quantization=quantization)
     prompts = prompts_of(140, 1)
     inits = tuple(SlotInit(s, GREEDY, 0, (), ()) for s in range(2))
-    rows = [PlanRow(s, tuple(p), 0, (2 * s, 2 * s + 1), (s,)) for s, p in enumerate(prompts)]
+    rows = [PlanRow(s, tuple(p), 0, ((2 * s, 2 * s + 1),), (s,)) for s, p in enumerate(prompts)]
     results = [runner.read(runner.launch(StepPlan(1, tuple(rows), inits))).rows]
     for step, slots in enumerate(((0, 1), (0,), (1,))):
-        rows = [PlanRow(s, None, len(prompts[s]) + step, (2 * s, 2 * s + 1), (s,)) for s in slots]
+        rows = [PlanRow(s, None, len(prompts[s]) + step, ((2 * s, 2 * s + 1),), (s,)) for s in slots]
         inits = tuple(SlotInit(s, GREEDY, 0, (), (), 7) for s in slots)
         results.append(runner.read(runner.launch(StepPlan(2 + step, tuple(rows), inits))).rows)
     assert all(row.error is not None for step in results for row in step)
     if isinstance(runner, CudaRunner):
-        row = PlanRow(0, tuple(prompts[0]), 0, (0, 1), (), pooling=Pooling.MEAN)
+        row = PlanRow(0, tuple(prompts[0]), 0, ((0, 1),), (), pooling=Pooling.MEAN)
         (pooled,) = runner.read(runner.launch(StepPlan(9, (row,)))).rows
         assert pooled.error is not None

@@ -242,7 +242,7 @@ def test_one_wrong_byte_in_a_page_changes_the_output():
 
     def flip(flight):
         for row in flight.plan.rows:
-            page = row.pages[0]
+            page = row.tables[0][0]
             if row.start > 4:
                 decode.pool.data[page * decode.pool.page_bytes + 3] ^= 1
         original(flight)

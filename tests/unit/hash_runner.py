@@ -83,11 +83,11 @@ class HashRunner:
         inputs = [row.tokens if row.tokens is not None else (self.last[row.slot],) for row in plan.rows]
         for row, tokens in zip(plan.rows, inputs, strict=True):
             for position, token in enumerate(tokens, row.start):
-                self.pool[row.pages[position // self.page_size]][position % self.page_size] = token
+                self.pool[row.tables[0][position // self.page_size]][position % self.page_size] = token
         rows = []
         for row in plan.rows:
             end = row.start + row.count
-            seen = [self.pool[row.pages[p // self.page_size]][p % self.page_size] for p in range(end)]
+            seen = [self.pool[row.tables[0][p // self.page_size]][p % self.page_size] for p in range(end)]
             samples = []
             for slot in row.sample:
                 known = self.penalized[slot]

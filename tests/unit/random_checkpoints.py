@@ -258,12 +258,11 @@ class Track:
     slot: int
     tokens: list[int]
     """Prompt and output, as far as it has been read."""
-    pages: tuple[int, ...]
+    tables: list[tuple[int, ...]]
+    """The page table of each KV group."""
     computed: int = 0
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of each position that sampled."""
-    more: list[tuple[int, ...]] = field(default_factory=list)
-    """Page tables of the further KV groups."""
 
 
 class Driver:
@@ -319,31 +318,30 @@ class Driver:
         count = prefix // self.pool.layout.page_size
         shared = [()] * len(self.pool.layout.groups)
         if cached is not None:
-            shared = [table[:count] for table in (cached.pages, *cached.more)]
-        pages, *more = (each + self.take(len(prompt) + room - prefix) for each in shared)
-        self.tracks[slot] = Track(slot, list(prompt), pages, prefix, more=more)
+            shared = [table[:count] for table in cached.tables]
+        tables = [each + self.take(len(prompt) + room - prefix) for each in shared]
+        self.tracks[slot] = Track(slot, list(prompt), tables, prefix)
         return self.tracks[slot]
 
-    def tables(self, track: Track, start: int) -> list[tuple[int, ...]]:
+    def tables(self, track: Track, start: int) -> tuple[tuple[int, ...], ...]:
         """Page tables for a row that begins at `start`."""
         layout, found = self.pool.layout, []
-        for group, table in zip(layout.groups, (track.pages, *track.more), strict=True):
+        for group, table in zip(layout.groups, track.tables, strict=True):
             first = group.sees(start, layout.page_size)
             found.append((GONE,) * first + table[first:])
-        return found
+        return tuple(found)
 
     def chunk(self, track: Track, count: int, *, sample: bool = False) -> PlanRow:
         start = track.computed
         track.computed += count
         tokens = tuple(track.tokens[start : start + count])
-        pages, *more = self.tables(track, start)
         sampling = (track.slot,) if sample else ()
-        return PlanRow(track.slot, tokens, start, pages, sampling, more_pages=tuple(more))
+        return PlanRow(track.slot, tokens, start, self.tables(track, start), sampling)
 
     def decode(self, track: Track) -> PlanRow:
         track.computed += 1
-        pages, *more = self.tables(track, track.computed - 1)
-        return PlanRow(track.slot, None, track.computed - 1, pages, (track.slot,), more_pages=tuple(more))
+        start = track.computed - 1
+        return PlanRow(track.slot, None, start, self.tables(track, start), (track.slot,))
 
     def init(self, track: Track, params: SamplingParams = GREEDY, prompt: int | None = None) -> SlotInit:
         cut = len(track.tokens) if prompt is None else prompt

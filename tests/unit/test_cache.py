@@ -81,7 +81,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.match_length(tokens, namespace, limit) == expected * PAGE
         holding = self.cache.hold(tokens, namespace, limit)
         pages = self.tree.match(tokens, namespace, limit)
-        assert holding.pages == pages
+        assert holding.tables == [pages]
         assert holding.shared == expected
         for index, page in enumerate(pages):
             assert self.contents[page] == (namespace, tuple(tokens[: (index + 1) * PAGE]))
@@ -102,7 +102,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.free |= set(self.tree.evict(count - len(self.free)))
         assert self.cache.extend(sequence.holding, len(sequence.pages) + count) == count
-        pages = sequence.holding.pages[len(sequence.pages) :]
+        pages = sequence.holding.tables[0][len(sequence.pages) :]
         assert set(pages) <= self.free
         self.free -= set(pages)
         sequence.owned |= set(pages)
@@ -211,7 +211,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.available == len(self.free) + self.tree.evictable
         assert self.cache.pending == sum(s.release_step is not None for s in self.sequences)
         for sequence in self.sequences:
-            assert sequence.holding.pages == sequence.pages
+            assert sequence.holding.tables == [sequence.pages]
             assert sequence.holding.owned == sequence.owned
 
     def teardown(self) -> None:
@@ -241,7 +241,7 @@ def test_a_second_sequence_shares_what_the_first_committed() -> None:
     cache.extend(first, 3)
     cache.commit(first, range(10))
     second = cache.hold(range(10))
-    assert second.pages == first.pages[:2]
+    assert second.tables == [first.tables[0][:2]]
     assert (cache.counts().owned, cache.counts().cached) == (1, 2)
     cache.release(first, 0)
     assert cache.available == 10  # the shared two are still locked
@@ -257,9 +257,9 @@ def test_duplicates_stay_owned_and_are_freed() -> None:
     cache.extend(second, 1)
     cache.commit(first, [1, 2])
     cache.commit(second, [1, 2])
-    assert (first.owned, second.owned) == (set(), set(second.pages))
+    assert (first.owned, second.owned) == (set(), set(second.tables[0]))
     cache.release(second, 0)
-    assert cache.hold([1, 2]).pages == first.pages
+    assert cache.hold([1, 2]).tables == first.tables
 
 
 def test_pages_that_are_not_there_cost_no_cached_one() -> None:
@@ -271,7 +271,7 @@ def test_pages_that_are_not_there_cost_no_cached_one() -> None:
     before, second = cache.counts(), cache.hold([])
     with pytest.raises(OutOfPages):
         cache.extend(second, TOTAL + 1)
-    assert cache.counts() == before and not second.pages
+    assert cache.counts() == before and not len(second)
     cache.extend(second, TOTAL)
     assert cache.counts().owned == TOTAL
 

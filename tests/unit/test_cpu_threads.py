@@ -41,7 +41,7 @@ def four_threads(monkeypatch):
 
 
 def plan(tokens):
-    return StepPlan(1, (PlanRow(0, tuple(range(tokens)), 0, tuple(range(tokens))),))
+    return StepPlan(1, (PlanRow(0, tuple(range(tokens)), 0, (tuple(range(tokens)),)),))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_rows_have_a_table_for_each_group(four_threads, groups):
     launch = runner.launch
 
     def looked_at(plan):
-        tables.update((row.pages, *row.more_pages) for row in plan.rows)
+        tables.update(row.tables for row in plan.rows)
         return launch(plan)
 
     runner.launch = looked_at

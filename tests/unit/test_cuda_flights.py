@@ -111,7 +111,7 @@ def test_the_longest_row_of_a_decode_step_is_the_first(monkeypatch):
         Any, SimpleNamespace(grammars=none, simple=lambda slots, ends: (None, ends * 100 + slots))
     )
     for starts in ([5, 9, 700, 9, 1, 30], [9, 9, 2], [1, 2, 3], [4]):
-        rows = tuple(PlanRow(7 - at, None, start, (), (7 - at,)) for at, start in enumerate(starts))
+        rows = tuple(PlanRow(7 - at, None, start, ((),), (7 - at,)) for at, start in enumerate(starts))
         launched = CudaFlight(1, rows, cast(Any, Done()))
         made._launch_graph(cast(Any, graphs), rows, {}, launched)
         assert [start for _, start in graphs.rows] == sorted(starts, reverse=True)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def row(slot, pages, start=5):
-    return PlanRow(slot, None, start, tuple(pages))
+    return PlanRow(slot, None, start, (tuple(pages),))
 
 
 def write(there, changes):
@@ -55,7 +55,8 @@ def test_any_sequence_of_steps(seed):
             write(there, changes)
         write(there, there.unchanging)
         for one in rows:
-            assert there.tables[one.slot, 0, : len(one.pages)].tolist() == list(one.pages[:width])
+            (table,) = one.tables
+            assert there.tables[one.slot, 0, : len(table)].tolist() == list(table[:width])
         assert there.tables[slots].tolist() == [[spare] * width]
         assert there.last_token.tolist() == tokens
     assert written < 400 * slots * width / 4
@@ -68,7 +69,7 @@ def test_tables_of_groups_and_pages_that_are_gone():
     starts = iter(range(5, 10))
 
     def both(slot, first, second):
-        row = PlanRow(slot, None, next(starts), tuple(first), more_pages=(tuple(second),))
+        row = PlanRow(slot, None, next(starts), (tuple(first), tuple(second)))
         changes = there.changes([row], {})
         if changes is not None:
             write(there, changes)
@@ -121,21 +122,21 @@ def test_damage_ends_with_its_sequence():
         ([3], 2, True),
     )
     for pages, start, damaged in steps:
-        changes = there.changes([PlanRow(1, None, start, tuple(pages))], {})
+        changes = there.changes([PlanRow(1, None, start, (tuple(pages),))], {})
         if changes is not None:
             write(there, changes)
         assert there.damage.isnan().tolist() == [False, damaged, False]
         there.damage[1] = torch.nan
     there.forget([row(0, [8])])  # a step of others has failed
-    write(there, there.changes([PlanRow(1, None, 3, (3,))], {}))
+    write(there, there.changes([PlanRow(1, None, 3, ((3,),))], {}))
     assert there.damage.isnan().tolist() == [False, True, False]
     # A hand-off of the same length, into the same slot and pages.
-    write(there, there.changes([PlanRow(1, None, 4, (3,))], {1: 7}))
+    write(there, there.changes([PlanRow(1, None, 4, ((3,),))], {1: 7}))
     assert there.damage.isnan().tolist() == [False, False, False]
     # A second choice of a prompt of the same length, likewise.
     there.damage[1] = torch.nan
-    write(there, there.changes([PlanRow(0, (5, 5, 5, 5, 5), 0, (4,), (0, 1))], {}))
-    assert there.changes([PlanRow(1, None, 5, (3,))], {}) is None
+    write(there, there.changes([PlanRow(0, (5, 5, 5, 5, 5), 0, ((4,),), (0, 1))], {}))
+    assert there.changes([PlanRow(1, None, 5, ((3,),))], {}) is None
     assert there.damage.isnan().tolist() == [False, False, False]
 
 
@@ -143,7 +144,7 @@ def test_what_a_failed_step_did_not_write_is_due_in_the_next():
     there = DeviceSlots(2, 4, 9, CPU)
     write(there, there.changes([row(0, [1], 3), row(1, [2], 3)], {}))
     there.damage[:2] = torch.nan
-    failed = [PlanRow(1, (5, 5), 0, (3,))]
+    failed = [PlanRow(1, (5, 5), 0, ((3,),))]
     there.changes(failed, {})
     there.forget(failed)
     # A sequence of the same length in slot 1; slot 0 goes on with its own.
@@ -162,17 +163,17 @@ def test_damage_of_a_sequence_that_failed_with_its_step_is_not_the_next_ones(fai
     """Which begins where that one ended, in its pages or in others. `failure`: of the damaged sequence's step
     before its changes are written, or behind; or of a step of others, when that one had ended."""
     there = DeviceSlots(2, 4, 9, CPU)
-    write(there, there.changes([row(0, [1], 3), PlanRow(1, (5,) * 4, 0, (4,))], {}))
+    write(there, there.changes([row(0, [1], 3), PlanRow(1, (5,) * 4, 0, ((4,),))], {}))
     there.damage[1] = torch.nan
     if failure == "of others":
         failed, start = [row(0, [1], 4)], 4
     else:
-        failed, start = [PlanRow(1, None, 4, (4,))], 5
+        failed, start = [PlanRow(1, None, 4, ((4,),))], 5
     changes = there.changes(failed, {})
     if failure == "behind" and changes is not None:
         write(there, changes)
     there.forget(failed)
-    new = there.changes([PlanRow(1, (7, 7), start, pages)], {})
+    new = there.changes([PlanRow(1, (7, 7), start, (pages,))], {})
     write(there, new)
     same = failure == "of others" and pages == (4,)  # it may be the sequence itself that goes on
     assert there.damage.isnan().tolist() == [False, same, False]
@@ -181,9 +182,9 @@ def test_damage_of_a_sequence_that_failed_with_its_step_is_not_the_next_ones(fai
 def test_rows_of_one_token_come_first():
     """Their tokens are on the device: -1 stands for them."""
     rows = [
-        PlanRow(3, (5, 6, 7), 4, (0,), (3,)),
-        PlanRow(1, None, 9, (0,), (1,)),
-        PlanRow(2, (8,), 0, (0,), ()),
+        PlanRow(3, (5, 6, 7), 4, ((0,),), (3,)),
+        PlanRow(1, None, 9, ((0,),), (1,)),
+        PlanRow(2, (8,), 0, ((0,),), ()),
     ]
     ragged = Ragged.of(rows)
     assert ragged.order == [1, 2, 0] and ragged.single == 2 and ragged.tokens == 5

@@ -19,6 +19,7 @@ from baton.handoff.messages import (
     Beat,
     ChunkAnnounced,
     FirstSampled,
+    GroupPages,
     PrefillFailed,
     StartPrefill,
 )
@@ -175,7 +176,7 @@ def test_a_prompt_stays_where_a_step_with_it_may_be_in_flight(answer):
 def test_a_prompt_waits_for_a_node_that_may_have_it_in_a_step(answer):
     """Pages could not be pulled while the prompt was still being computed."""
     case = HandedOff()
-    case.core.receive("p", [ChunkAnnounced(case.asked[0][1], 0, (30,), (1,), False, 0)], 0.0)
+    case.core.receive("p", [ChunkAnnounced(case.asked[0][1], (GroupPages(0, (30,), (1,)),), False)], 0.0)
     ((_, _, pull),) = case.core.handoffs.under_way()
     case.core.handoffs.pull_ended(pull, "no route", None, 0.0)
     case.node.run(3)

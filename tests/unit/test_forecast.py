@@ -99,12 +99,12 @@ def step(number, *rows):
 
 
 def chunk(tokens):
-    return PlanRow(0, tuple(range(tokens)), 0, (0,), ())
+    return PlanRow(0, tuple(range(tokens)), 0, ((0,),), ())
 
 
 def test_the_meter_takes_each_step_for_the_time_after_the_one_before():
     stats = StepStats(token_budget=100)
-    decode = PlanRow(0, None, 5, (0,), (0,))
+    decode = PlanRow(0, None, 5, ((0,),), (0,))
     first, second, third = step(1, decode), step(2, chunk(80)), step(3, chunk(10))
     stats.planned(first, 1.0)
     stats.planned(second, 1.1)  # launched before the first was read
@@ -137,8 +137,8 @@ def test_a_first_prompt_that_stalls_is_told_by_what_it_should_cost():
 def test_an_average_does_not_begin_with_a_first_step_that_stalls():
     stats = StepStats(token_budget=100)
     stats.calibration = CostCalibration(StepCost(fixed=0.01, row=0.0, key=0.0, token=0.0, pair=0.0))
-    stats.planned(step(1, PlanRow(0, None, 7, (0,), (0,))), 1.0)
-    stats.ended(step(1, PlanRow(0, None, 7, (0,), (0,))), 11.0)
+    stats.planned(step(1, PlanRow(0, None, 7, ((0,),), (0,))), 1.0)
+    stats.ended(step(1, PlanRow(0, None, 7, ((0,),), (0,))), 11.0)
     assert stats.step.value == pytest.approx(4 * 0.01)
 
 

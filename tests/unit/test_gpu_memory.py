@@ -83,7 +83,7 @@ def test_the_largest_steps_are_as_large_as_any_and_can_be_computed(slots, limits
     for step in steps:
         assert step.num_tokens <= limits.token_budget
         for row in step.rows:
-            assert row.start + row.count <= min(limits.context_length, len(row.pages) * limits.page_size)
+            assert row.start + row.count <= min(limits.context_length, len(row.tables[0]) * limits.page_size)
     model = load_model(checkpoint, torch.float32, "cpu")
     shape = model.config
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, limits.page_size, torch.float32)
@@ -121,7 +121,7 @@ def test_the_largest_steps_have_prompts_and_decode_rows_in_all_slots(context, de
             (row.slot, (0,), (0,), 0) for row in step.rows
         ]
         for row in step.rows:
-            assert set(row.pages) == {0} and len(row.pages) == -(-context // 16) and row.sample == (row.slot,)
+            assert row.tables == ((0,) * -(-context // 16),) and row.sample == (row.slot,)
             count = len(row.tokens or ())
             wanted = ((0,) * (count - 1), 20) if count > 1 else (None, 0)
             assert (row.prompt_logprobs, row.prompt_top) == wanted

@@ -632,8 +632,9 @@ def test_cached_pages_are_announced_at_once():
     node.side.start("e", name, again, True, world.now, ahead=True)
     node.step(world.now)
     cached, rest = node.outbox
-    assert (cached.first_page, len(cached.pages), cached.step, cached.last) == (0, 5, 0, False)
-    assert (rest.first_page, len(rest.pages), rest.last) == (5, 1, True)
+    spans = [[(each.first, len(each.pages)) for each in chunk.groups] for chunk in (cached, rest)]
+    assert spans == [[(0, 5)], [(5, 1)]]
+    assert (cached.step, cached.last, rest.last) == (0, False, True)
     assert rest.step == node.planned.plan.number > node.retired
     world.check(first)
 

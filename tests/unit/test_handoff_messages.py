@@ -43,6 +43,12 @@ def make_scheduler(groups=(FULL,), **options):
     return Scheduler(cache, config, **hooks)
 
 
+def announced(*groups, first=0, last=True, step=0):
+    """These pages of each KV group."""
+    made = (GroupPages(first, tuple(pages), (1,) * len(pages)) for pages in groups)
+    return ChunkAnnounced(NAME, tuple(made), last, step)
+
+
 class Decode:
     """One prompt that has been asked for at p0."""
 
@@ -72,8 +78,7 @@ class Decode:
         return effects
 
     def chunk(self, first=0, pages=(30, 31, 32), last=True, step=0, address="p0"):
-        chunk = ChunkAnnounced(NAME, first, tuple(pages), tuple(1 for _ in pages), last, step)
-        self.side.receive(address, chunk, 1.0)
+        self.side.receive(address, announced(pages, first=first, last=last, step=step), 1.0)
         return self.take()
 
     def first(self, tokens=((50, None),), cached=0):
@@ -159,16 +164,14 @@ def test_no_page_is_named_twice(pages):
 
 def test_no_page_is_named_in_two_groups():
     node = Decode((FULL, FULL))
-    more = GroupPages(0, (33, 31, 34), (1, 1, 1))
-    node.side.receive("p0", ChunkAnnounced(NAME, 0, (30, 31, 32), (1, 1, 1), True, 0, (more,)), 1.0)
+    node.side.receive("p0", announced((30, 31, 32), (33, 31, 34)), 1.0)
     assert node.failed == ["PROTOCOL"]
 
 
 @pytest.mark.parametrize("pages", [(33, 34, 35), (33, 34, 35, 36)])
 def test_no_group_has_more_pages_than_the_prompt(pages):
     node = Decode((FULL, FULL))
-    more = GroupPages(0, pages, (1,) * len(pages))
-    node.side.receive("p0", ChunkAnnounced(NAME, 0, (30, 31, 32), (1, 1, 1), True, 0, (more,)), 1.0)
+    node.side.receive("p0", announced((30, 31, 32), pages), 1.0)
     assert node.failed == (["PROTOCOL"] if len(pages) > 3 else [])
 
 

@@ -54,7 +54,7 @@ def segments(incarnation):
 
 def step(engine, number=1, page=0):
     inits = (SlotInit(0, SamplingParams(temperature=0.0), 0, (), ()),)
-    row = PlanRow(0, (5, 6, 7), 0, (page,), (0,))
+    row = PlanRow(0, (5, 6, 7), 0, ((page,),), (0,))
     return engine.runner.read(engine.runner.launch(StepPlan(number, (row,), inits)))
 
 
@@ -87,7 +87,7 @@ def test_failed_there(engine):
     """A plan that only the follower cannot execute."""
     encode = engine.runner._runner._encoder.encode
     engine.runner._runner._encoder.encode = lambda plan: encode(
-        StepPlan(plan.number, (PlanRow(0, (5, 6, 7), 0, (10**6,), (0,)),))
+        StepPlan(plan.number, (PlanRow(0, (5, 6, 7), 0, ((10**6,),), (0,)),))
     )
     with pytest.raises(RanksLost) as caught:
         step(engine)
@@ -111,7 +111,7 @@ def test_a_plan_that_cannot_be_sent_ends_the_ranks():
     """What it says of page tables would be missing in all later messages."""
     runner = RankedRunner(SimpleNamespace(max_slots=1, vocab_size=1), [], lambda: 1)
     with pytest.raises(RanksLost) as caught:
-        runner.launch(StepPlan(1, (PlanRow(0, (5,), 0, (object(),), (0,)),)))
+        runner.launch(StepPlan(1, (PlanRow(0, (5,), 0, ((object(),),), (0,)),)))
     assert caught.value.by_step
 
 

@@ -130,7 +130,7 @@ def test_what_is_measured_are_few_and_many_rows_and_short_and_long_chunks(slots,
     assert first[0].tokens is None and second[0].tokens is not None, "what tells the two costs apart"
     for rows in sizes:
         assert [row.slot for row in rows] == list(range(len(rows)))
-        assert all(len(row.pages) == -(-(row.start + row.count) // 16) for row in rows)
+        assert all(len(row.tables[0]) == -(-(row.start + row.count) // 16) for row in rows)
 
 
 def test_a_round_takes_as_many_steps_as_end_in_its_time():
@@ -144,7 +144,7 @@ def test_a_round_takes_as_many_steps_as_end_in_its_time():
 def test_a_row_has_a_table_for_each_group(groups):
     limits = StepLimits(token_budget=64, context_length=128, page_size=16, pages=8, groups=groups)
     row = limits.row(0, (1, 2), 0, (5,))
-    assert (row.pages, row.more_pages) == ((5,), ((5,),) * (groups - 1))
+    assert row.tables == ((5,),) * groups
 
 
 class Idle:
@@ -216,7 +216,7 @@ def test_they_take_no_page_that_holds_anything():
     taken = idle.allocator.take(30)
     idle.allocator.to_cached(taken)
     idle.run(100)
-    used = {page for plan in idle.machine.plans for row in plan.rows for page in row.pages}
+    used = {page for plan in idle.machine.plans for row in plan.rows for page in row.tables[0]}
     assert used and not used & set(taken)
     counts = idle.allocator.counts()
     assert (counts.cached, counts.free) == (30, 30)
@@ -238,8 +238,8 @@ def test_steps_stay_within_what_an_engine_holds(limits):
         assert plan.num_tokens <= max(limits.token_budget, 8)
         for row in plan.rows:
             assert row.slot < 8 and row.start + row.count <= limits.context_length
-            assert len(row.pages) * limits.page_size >= row.start + row.count
-            assert all(page < limits.pages for page in row.pages)
+            assert len(row.tables[0]) * limits.page_size >= row.start + row.count
+            assert all(page < limits.pages for page in row.tables[0])
 
 
 def steps(count, seed=1):

@@ -104,7 +104,7 @@ def test_cached_prefix_and_copied_page(checkpoints):
     # Shares three pages' worth of tokens, the last of them as a copy that it goes on writing.
     third = driver.add(2, prompt, 20, cached=first, prefix=48)
     third.computed = 50 - 1
-    copy = (first.pages[3], third.pages[3])
+    copy = (first.tables[0][3], third.tables[0][3])
     driver.step(
         [driver.decode(first), driver.chunk(second, 21, sample=True), driver.chunk(third, 1, sample=True)],
         [driver.init(second), driver.init(third)],
@@ -151,7 +151,7 @@ def test_several_samples_of_one_row_and_prompt_logprobs(checkpoints):
             0,
             tuple(prompt[start : start + count]),
             start,
-            track.pages,
+            tuple(track.tables),
             (1, 2) if start else (),
             tuple(prompt[start + 1 : start + 1 + count]),
             2,
@@ -234,7 +234,7 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(checkpoints)
         [driver.init(good), driver.init(bad, SamplingParams(top_p=0.9))],
     )
     driver.finish()
-    driver.pool.raw[bad.pages[0]].view(torch.float32)[5] = math.nan
+    driver.pool.raw[bad.tables[0][0]].view(torch.float32)[5] = math.nan
     plan = StepPlan(9, (driver.decode(bad), driver.decode(good)))
     rows = driver.runner.read(driver.runner.launch(plan)).rows
     assert rows[0].error is not None and "not finite" in rows[0].error

@@ -37,8 +37,7 @@ def random_plan(rng, number, tables):
             table.extend(rng.randrange(99) for _ in range(rng.randrange(3)))
         if rng.random() < 0.3:
             tables[slot][1][0] = GONE
-        pages, more = tuple(tables[slot][0]), (tuple(tables[slot][1]),)
-        row = PlanRow(slot, None, rng.randrange(500), pages, (slot,), more_pages=more)
+        row = PlanRow(slot, None, rng.randrange(500), tuple(map(tuple, tables[slot])), (slot,))
         if rng.random() < 0.4:
             row = replace(row, tokens=[7, 8, 9], sample=rng.choice([(), (slot,), (slot, 8)]))
             row.prompt_logprobs = rng.choice([None, (1, 2)])
@@ -86,11 +85,7 @@ def test_rows_that_go_on_are_those_of_the_plan_before(seed):
                 tables[slot][1][0] = GONE
         if rng.random() < 0.1:
             rng.shuffle(order)
-        rows = [
-            PlanRow(slot, None, start + slot, tuple(pages), (slot,), more_pages=(tuple(more),))
-            for slot in order
-            for pages, more in [tables[slot]]
-        ]
+        rows = [PlanRow(slot, None, start + slot, tuple(map(tuple, tables[slot])), (slot,)) for slot in order]
         if rng.random() < 0.1:
             rows[0].tokens = (9,)
         message = encoder.encode(StepPlan(number, tuple(rows)))
@@ -100,11 +95,11 @@ def test_rows_that_go_on_are_those_of_the_plan_before(seed):
 
 
 def test_a_table_that_has_not_changed_is_not_sent_again():
-    row = PlanRow(3, None, 70_000, tuple(range(1000)), (3,))
+    row = PlanRow(3, None, 70_000, (tuple(range(1000)),), (3,))
     encoder = PlanEncoder()
     first = encoder.encode(StepPlan(1, (row,)))
     assert len(first) > 1000 and len(encoder.encode(StepPlan(2, (row,)))) < 60
-    longer = replace(row, pages=(*row.pages, 5))
+    longer = replace(row, tables=((*row.tables[0], 5),))
     assert len(encoder.encode(StepPlan(3, (longer,)))) < 80
 
 
@@ -113,19 +108,19 @@ def test_another_sequence_in_the_slot_has_tables_of_its_own(first):
     """Also equal ones: attention knows a row that goes on by its table. `first`: how the other begins."""
     encoder, decoder = PlanEncoder(), PlanDecoder()
     begun = SlotInit(3, SamplingParams(), 0, (), (), None if first else 5)
-    row = PlanRow(3, None, 7, (4,), (3,), more_pages=((6,),))
+    row = PlanRow(3, None, 7, ((4,), (6,)), (3,))
 
     def followed(plan):
         return decoder.decode(encoder.encode(plan)).rows[0]
 
     before = followed(StepPlan(1, (row,)))
-    tables = before.pages, before.more_pages[0]
+    tables = before.tables
     same = followed(StepPlan(2, (replace(row, start=8),)))
-    assert same.pages is tables[0] and same.more_pages[0] is tables[1]
+    assert same.tables is tables
     inits = () if first else (begun,)
     other = followed(StepPlan(3, (replace(row, start=9, **first),), inits))
-    assert other.pages == tables[0] and other.pages is not tables[0]
-    assert other.more_pages[0] == tables[1] and other.more_pages[0] is not tables[1]
+    assert other.tables == tables
+    assert all(new is not old for new, old in zip(other.tables, tables, strict=True))
 
 
 def ends():

@@ -136,12 +136,12 @@ def test_a_grid_has_steps_of_all_kinds_with_pages_of_their_own():
     assert Shape(chunk=64) in shapes and Shape(rows=4, context=100, chunk=64) in shapes
     for shape in shapes:
         rows = list(_rows(shape, 16))
-        used = [page for row in rows for page in row.pages]
+        used = [page for row in rows for page in row.tables[0]]
         assert sorted(used) == list(range(shape.pages(16))), str(shape)
         load = step_load(rows)
         assert (load.decode_sequences, load.context_tokens) == (shape.rows, shape.rows * (shape.context + 1))
         assert load.prefill_tokens == shape.chunk
-        assert all(len(row.pages) * 16 >= row.start + row.count for row in rows)
+        assert all(len(row.tables[0]) * 16 >= row.start + row.count for row in rows)
 
 
 def test_a_fit_tells_its_error():

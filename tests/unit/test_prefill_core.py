@@ -92,7 +92,8 @@ def test_leased_pages_are_told_apart():
         for _, by_holder in node.flushed
         for each in by_holder["a"]
         if isinstance(each, ChunkAnnounced)
-        for page in each.pages
+        for group in each.groups
+        for page in group.pages
     }
     assert len(leased) == 5 and {page for page, use in enumerate(uses) if use == PageUse.LEASED} == leased
     node.core.side.release("a", name)

@@ -64,7 +64,7 @@ class Engine:
     def check_in_use(self, plan):
         """Design rule 5: what a launched step uses is not free before it has retired."""
         for row in plan.rows:
-            used = row.pages[: -(-(row.start + row.count) // self.cache.page_size)]
+            used = row.tables[0][: -(-(row.start + row.count) // self.cache.page_size)]
             assert not any(self.allocator.state(page) is PageState.FREE for page in used)
             assert not {row.slot, *row.sample} & set(self.scheduler.slots._free)
         for page in (page for pair in plan.copies for page in pair):

@@ -57,7 +57,7 @@ def fork(driver, track, prompt):
     full = len(prompt) // 16 * 16
     copy = driver.add(7, prompt, 16, cached=track, prefix=full)
     copy.computed = len(prompt) - 1
-    pairs = [(track.pages[full // 16], copy.pages[full // 16])]
+    pairs = [(track.tables[0][full // 16], copy.tables[0][full // 16])]
     driver.step([driver.chunk(copy, 1, sample=True)], [driver.init(copy)], pairs)
     for _ in range(3):
         driver.step([driver.decode(copy)])

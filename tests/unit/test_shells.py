@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.decode.messages import request_for
+from baton.decode.messages import events_from, request_for
 from baton.decode.shell import DecodeShell
 from baton.decode.stream import DecodeStream
 from baton.decode.types import DecodeCounters, Done
@@ -15,7 +15,7 @@ from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.handoff.attempt import PrefillCounters
 from baton.handoff.decode_handoff import HandoffCounters
-from baton.handoff.messages import AttemptName, StartPrefill
+from baton.handoff.messages import AttemptName, ChunkAnnounced, GroupPages, StartPrefill
 from baton.handoff.pull_cost import PullCost
 from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.errors import BatonError, exhausted, from_status
@@ -224,6 +224,32 @@ def test_a_prefill_node_whose_steps_are_stuck_takes_no_callers():
     assert not node.calls
     node.steps.step_age, node.make_stream = 0.4, PrefillStream
     assert node.open(prefill_pb2.PrefillHello(incarnation=3)) and len(node.calls) == 1
+
+
+OWN = {"first_page": 2, "page_ids": [7, 5], "generations": [1, 2**40]}
+OTHERS = [
+    {"first_page": 3, "page_ids": [9], "generations": [4]},
+    {"first_page": 4},  # a window that begins behind these pages
+]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("understood", [True, False])
+def test_chunks_are_announced_as_the_caller_understands_them(understood, groups):
+    """Nodes of older versions say and understand another form: in it the first KV group is no GroupPages."""
+    node, others = Prefill(PrefillConfig()), OTHERS[: groups - 1]
+    node.make_stream = PrefillStream
+    caller = node.open(prefill_pb2.PrefillHello(incarnation=3, chunk_groups=understood))
+    of_groups = [
+        GroupPages(each["first_page"], tuple(each.get("page_ids", ())), tuple(each.get("generations", ())))
+        for each in (OWN, *others)
+    ]
+    chunk = ChunkAnnounced(AttemptName(1, 2, 3, 4), tuple(of_groups), True, 6)
+    node._deliver({caller: [chunk]})
+    (event,) = events(caller)
+    said = {"groups": [OWN, *others]} if understood else {**OWN, "more": others}
+    assert event.chunk == prefill_pb2.ChunkReady(last=True, step=6, **said)
+    assert list(events_from(prefill_pb2.PrefillResponse(events=[event]), 100, {})) == [chunk]
 
 
 @pytest.mark.parametrize("grammar", [None, common_pb2.Grammar(regex="a+")])

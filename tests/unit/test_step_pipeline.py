@@ -134,7 +134,7 @@ def test_a_launch_that_fails_frees_nothing_that_the_step_in_flight_uses():
     assert pipeline.begin() is None  # the prompt's step is launched
     pipeline.finish(pipeline.begin())
     assert pipeline.begin() is None  # step 2 is launched; its read is due after step 3's launch
-    pages = runner.steps[1].rows[0].pages
+    pages = runner.steps[1].rows[0].tables[0]
     runner.fail_launch = True
     due = pipeline.begin()
     assert due is not None and due[0].plan.number == 2 and not runner.fail_launch

@@ -18,10 +18,10 @@ COST = StepCost(fixed=2e-3, row=1e-4, key=2e-8, token=5e-5, pair=1e-8)
 
 def test_a_steps_figures():
     rows = [
-        PlanRow(slot=0, tokens=None, start=9, pages=(0,), sample=(0,)),
-        PlanRow(slot=1, tokens=None, start=4, pages=(1,), sample=(1,)),
-        PlanRow(slot=2, tokens=(7, 8, 9), start=10, pages=(2,)),
-        PlanRow(slot=3, tokens=(7, 8), start=0, pages=(3,)),
+        PlanRow(slot=0, tokens=None, start=9, tables=((0,),), sample=(0,)),
+        PlanRow(slot=1, tokens=None, start=4, tables=((1,),), sample=(1,)),
+        PlanRow(slot=2, tokens=(7, 8, 9), start=10, tables=((2,),)),
+        PlanRow(slot=3, tokens=(7, 8), start=0, tables=((3,),)),
     ]
     assert step_load(rows) == StepLoad(
         decode_sequences=2, context_tokens=15, prefill_tokens=5, attention_pairs=11 + 12 + 13 + 1 + 2
@@ -73,8 +73,8 @@ def test_a_timed_runner_takes_its_time_and_is_a_function_of_seed_and_position():
     runner = TimedRunner(COST, max_slots=4, vocab_size=500, clock=lambda: now[0], sleep=sleep)
     params = SamplingParams(max_tokens=8)
     init = SlotInit(slot=1, params=params, seed=7, prompt=(), output=())
-    chunk = PlanRow(slot=1, tokens=(1, 2, 3), start=0, pages=(0,), sample=(1,))
-    decode = PlanRow(slot=1, tokens=None, start=3, pages=(0,), sample=(1,))
+    chunk = PlanRow(slot=1, tokens=(1, 2, 3), start=0, tables=((0,),), sample=(1,))
+    decode = PlanRow(slot=1, tokens=None, start=3, tables=((0,),), sample=(1,))
     # Two steps in flight, as with overlap: the second begins when the first has ended.
     first = runner.launch(StepPlan(1, (chunk,), (init,)))
     second = runner.launch(StepPlan(2, (decode,)))
@@ -86,7 +86,7 @@ def test_a_timed_runner_takes_its_time_and_is_a_function_of_seed_and_position():
         ]
     )
     again = TimedRunner(COST, max_slots=4, vocab_size=500, clock=lambda: now[0], sleep=sleep)
-    resumed = PlanRow(slot=2, tokens=(1, 2, 3, tokens[0]), start=0, pages=(0,), sample=(2,))
+    resumed = PlanRow(slot=2, tokens=(1, 2, 3, tokens[0]), start=0, tables=((0,),), sample=(2,))
     flight = again.launch(StepPlan(1, (resumed,), (SlotInit(2, params, 7, (), ()),)))
     assert again.read(flight).rows[0].tokens[0] == tokens[1]
     assert tokens[0] != tokens[1] and all(0 <= token < 500 for token in tokens)

@@ -94,18 +94,17 @@ def measure_all(
 
 def _rows(shape: Shape, size: int, groups: int = 1) -> Iterator[PlanRow]:
     """Rows with different pages, the same in all KV groups."""
-    others = groups - 1
     each, first = shape.context // size + 1, 0
     for slot in range(shape.rows):
         pages = tuple(range(first, first + each))
-        yield PlanRow(slot, None, shape.context, pages, (slot,), more_pages=(pages,) * others)
+        yield PlanRow(slot, None, shape.context, (pages,) * groups, (slot,))
         first += each
     if shape.chunk:
         count = -(-(shape.cached + shape.chunk) // size)
         tokens = (0,) * shape.chunk
         slot = shape.rows
         pages = tuple(range(first, first + count))
-        yield PlanRow(slot, tokens, shape.cached, pages, (slot,), more_pages=(pages,) * others)
+        yield PlanRow(slot, tokens, shape.cached, (pages,) * groups, (slot,))
 
 
 def _measure(runner: Runner[Any], rows: tuple[PlanRow, ...], overlap: bool, seconds: float) -> float:

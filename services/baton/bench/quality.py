@@ -75,10 +75,10 @@ def score(config: WorkerConfig, texts: list[list[int]], progress: Callable[[], N
     engine = build_engine(config, new_incarnation())
     try:
         count, groups = -(-WINDOW // engine.layout.page_size), len(engine.pool.layout.groups)
-        pages, *more = (tuple(range(group * count, (group + 1) * count)) for group in range(groups))
+        tables = tuple(tuple(range(group * count, (group + 1) * count)) for group in range(groups))
         found = Scores([], [])
         for number, tokens in enumerate(texts):
-            row = PlanRow(0, tokens, 0, pages, (), tuple(tokens[1:]), 1, more_pages=tuple(more))
+            row = PlanRow(0, tokens, 0, tables, (), tuple(tokens[1:]), 1)
             runner = engine.runner
             (result,) = runner.read(runner.launch(StepPlan(number, (row,)))).rows
             if result.error is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from baton.engine.sampling import SamplingParams
 from baton.handoff.messages import (
@@ -21,6 +21,8 @@ from baton.rpc.errors import from_status
 from baton.rpc.validate import check_token_ids
 from baton.v1 import common_pb2, prefill_pb2
 from baton.worker.convert import grammar_to, logprobs_from, name_from, name_to, prompt_logprobs_from
+
+_AnyGroup = prefill_pb2.GroupPages | prefill_pb2.ChunkReady
 
 
 def request_for(effect: object, ahead: bool) -> prefill_pb2.PrefillRequest:
@@ -99,9 +101,9 @@ def events_from(
         kind = event.WhichOneof("kind")
         if kind == "chunk":
             chunk = event.chunk
-            pages, generations = tuple(chunk.page_ids), tuple(chunk.generations)
-            more = tuple(_group(each) for each in chunk.more)
-            yield ChunkAnnounced(name, chunk.first_page, pages, generations, chunk.last, chunk.step, more)
+            # Nodes of older versions have the first group's fields in the chunk itself.
+            groups: Sequence[_AnyGroup] = chunk.groups or (chunk, *chunk.more)
+            yield ChunkAnnounced(name, tuple(map(_group, groups)), chunk.last, chunk.step)
         elif kind == "first":
             first = event.first
             check_token_ids([t.token_id for t in first.tokens], vocab_size, "first.tokens")
@@ -121,5 +123,5 @@ def events_from(
             yield PrefillFailed(name, error.code.name, error.reason, error.message)
 
 
-def _group(message: prefill_pb2.GroupPages) -> GroupPages:
+def _group(message: _AnyGroup) -> GroupPages:
     return GroupPages(message.first_page, tuple(message.page_ids), tuple(message.generations))

@@ -194,7 +194,9 @@ class PrefillPeer:
         self.link.send(request_for(effect, ahead))
 
     def hello(self) -> prefill_pb2.PrefillRequest:
-        hello = prefill_pb2.PrefillHello(incarnation=self._node.incarnation, layout=self._node.layout)
+        hello = prefill_pb2.PrefillHello(
+            incarnation=self._node.incarnation, layout=self._node.layout, chunk_groups=True
+        )
         return prefill_pb2.PrefillRequest(hello=hello)
 
     def welcomed(self, response: prefill_pb2.PrefillResponse) -> None:

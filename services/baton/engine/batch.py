@@ -54,11 +54,8 @@ class StepBuilder:
         assert sequence.slot is not None and sequence.holding is not None
         if not sequence.slot_ready:
             self._init_slot(sequence, sequence.tokens[-1])
-        tables, slot = sequence.holding.page_tables(), sequence.slot
-        row = PlanRow(slot, None, sequence.computed, tables[0], (slot,))
-        if len(tables) > 1:
-            row.more_pages = tables[1:]
-        self._rows.append(row)
+        slot, tables = sequence.slot, sequence.holding.page_tables()
+        self._rows.append(PlanRow(slot, None, sequence.computed, tables, (slot,)))
         self.records.append(Record(sequence, sequence.epoch, sequence.computed + 1, (sequence,)))
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
@@ -72,17 +69,15 @@ class StepBuilder:
         wanted: tuple[int, ...] | None = None
         if request.wants_prompt_logprobs:
             wanted = request.prompt[start + 1 : start + 1 + count]
-        tables = sequence.holding.page_tables()
         row = PlanRow(
             slot=sequence.slot,
             tokens=sequence.tokens[start:end],
             start=start,
-            pages=tables[0],
+            tables=sequence.holding.page_tables(),
             sample=tuple(target.slot for target in targets if target.slot is not None),
             prompt_logprobs=wanted,
             prompt_top=(request.params.prompt_logprobs or 0) if wanted is not None else 0,
             pooling=request.pooling,
-            more_pages=tables[1:],
         )
         self._rows.append(row)
         self.records.append(Record(sequence, sequence.epoch, end, targets))

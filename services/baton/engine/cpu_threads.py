@@ -87,11 +87,8 @@ class TunedRunner:
         torch.set_num_threads(threads)
         params = SamplingParams(temperature=0.0)
         inits = tuple(SlotInit(slot, params, 0, (), (), last_token=0) for slot in range(rows))
-        more = ((0,),) * (self._groups - 1)
-        batch = tuple(
-            PlanRow(slot, tokens=None, start=0, pages=(0,), sample=(slot,), more_pages=more)
-            for slot in range(rows)
-        )
+        tables = ((0,),) * self._groups
+        batch = tuple(PlanRow(slot, None, 0, tables, sample=(slot,)) for slot in range(rows))
         times = []
         for number in range(WARM_UP + TIMED):
             started = self._clock()

@@ -116,9 +116,9 @@ class DeviceSlots:
         """int32 [slots + 1, groups, width]: page tables; those of padding rows name only the spare page."""
         self.damage = self._memory[self._marks :].zero_().view(torch.float32)
         """float32 [slots + 1]: NaN where values of the slot's sequence were no numbers, else 0."""
-        self._known: list[tuple[int, ...]] = [()] * (slots * groups)
-        self._unwritten = [False] * (slots * groups)
-        """Whether a known table may not be the device's."""
+        self._known: list[tuple[tuple[int, ...], ...]] = [((),) * groups] * slots
+        self._unwritten = [False] * slots
+        """Whether known tables may not be the device's."""
         self._ends = [-1] * slots
         """Where each slot's newest row ended: one that does not begin there is another sequence's, as is one
         whose last token comes from the host. Further choices of a prompt begin with its last chunk."""
@@ -133,25 +133,24 @@ class DeviceSlots:
         """
         entries, values = list(tokens), list(tokens.values())
         begun: list[int] = []
-        ends, groups = self._ends, self._groups
+        ends = self._ends
         # The host waits for this loop in each step. Mostly no row changes anything.
         for row in rows:
             slot, start = row.slot, row.start
             begins = start != ends[slot] or slot in tokens
             ends[slot] = start + row.count
-            at = slot * groups
-            for pages in (row.pages, *row.more_pages) if row.more_pages else (row.pages,):
-                known, whole = self._known[at], self._unwritten[at]
-                if whole or (pages is not known and pages != known):
-                    same = _continues(known, pages)
+            known, whole = self._known[slot], self._unwritten[slot]
+            if whole or (row.tables is not known and row.tables != known):
+                self._known[slot], self._unwritten[slot] = row.tables, False
+                at = self._first + slot * self._groups * self._width
+                for was, pages in zip(known, row.tables, strict=True):
+                    same = _continues(was, pages)
                     begins = begins or not same
-                    first = len(known) if same and not whole else 0
-                    self._known[at], self._unwritten[at] = pages, False
+                    first = len(was) if same and not whole else 0
                     fresh = pages[first : self._width]
-                    there = self._first + at * self._width + first
-                    entries += range(there, there + len(fresh))
+                    entries += range(at + first, at + first + len(fresh))
                     values += (self._spare if page == GONE else page for page in fresh)
-                at += 1
+                    at += self._width
             for other in row.sample:
                 if other != slot:
                     begun.append(other)

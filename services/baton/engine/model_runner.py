@@ -177,8 +177,8 @@ class ModelRunner:
         """What the row sees of a group, from the first page on."""
         size = self._pool.layout.page_size
         first = self._groups[group].sees(row.start, size)
-        pages = row.more_pages[group - 1] if group else row.pages
-        return AttentionRow(row.start - first * size, row.count, pages[first:] if first else pages)
+        table = row.tables[group]
+        return AttentionRow(row.start - first * size, row.count, table[first:] if first else table)
 
     def _sample(
         self,

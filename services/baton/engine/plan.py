@@ -60,7 +60,7 @@ class PlanRow:
     """A run of consecutive tokens of one sequence.
 
     The runner writes the KV of tokens at positions start .. start + count - 1 and attends causally to
-    positions 0 .. start + count - 1. `pages[p // page_size]` holds position p.
+    positions 0 .. start + count - 1. In each KV group `table[p // page_size]` holds position p.
     """
 
     slot: int
@@ -68,8 +68,9 @@ class PlanRow:
     """Input token ids; None: one token, the slot's last."""
     start: int
     """Position of the first input token."""
-    pages: tuple[int, ...]
-    """Page table of the first KV group, long enough for start + count tokens; may be longer."""
+    tables: tuple[tuple[int, ...], ...]
+    """The page table of each KV group, long enough for start + count tokens; may be longer. GONE (-1) stands
+    for pages that this row does not see."""
     sample: tuple[int, ...] = ()
     """Slots that each sample a next token from the last position's logits, with the parameters and seed they
     were initialized with. One for a decode row or a prompt's last chunk, n for n choices, none otherwise.
@@ -83,8 +84,6 @@ class PlanRow:
     pooling: Pooling | None = None
     """Only in a prompt chunk of an embedding, which samples nothing: the row's last final hidden state, or
     the sum of all, is wanted."""
-    more_pages: tuple[tuple[int, ...], ...] = ()
-    """Page tables of the further KV groups. GONE (-1) stands for pages that this row does not see."""
 
     @property
     def count(self) -> int:

@@ -139,7 +139,7 @@ class SchedulerState:
         A sequence takes from its own reservation first, and beyond it only unreserved pages.
         """
         assert sequence.holding is not None
-        if rows <= len(sequence.holding.tables[0]):
+        if rows <= len(sequence.holding):
             return True
         count = self.cache.lacking(sequence.holding, rows)
         if count > sequence.reserved + max(0, self.reservations.headroom):

@@ -54,8 +54,7 @@ class StepLimits:
     ) -> PlanRow:
         """Samples a token. `logprobs`: of the prompt, as in PlanRow."""
         top = MAX_LOGPROBS if logprobs is not None else 0
-        more = (pages,) * (self.groups - 1)
-        return PlanRow(slot, tokens, start, pages, (slot,), logprobs, top, more_pages=more)
+        return PlanRow(slot, tokens, start, (pages,) * self.groups, (slot,), logprobs, top)
 
 
 def measure_step_cost(

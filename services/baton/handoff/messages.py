@@ -134,7 +134,7 @@ DecodeEffect = StartPrefill | CancelPrefill | ReleaseLease | Beat | StartPull | 
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """Consecutive pages of a KV group's page table."""
+    """Consecutive pages of a KV group's page table; there may be none."""
 
     first: int
     """Page index of the first."""
@@ -145,18 +145,11 @@ class GroupPages:
 @dataclass(frozen=True, slots=True)
 class ChunkAnnounced:
     name: AttemptName
-    first_page: int
-    pages: tuple[int, ...]
-    generations: tuple[int, ...]
+    groups: tuple[GroupPages, ...]
+    """One a KV group."""
     last: bool
     step: int = 0
     """The pages are final once this step has retired; 0: they are final now."""
-    more: tuple[GroupPages, ...] = ()
-    """Of the further KV groups. `first_page`, `pages` and `generations` are the first group's."""
-
-    @property
-    def groups(self) -> tuple[GroupPages, ...]:
-        return (GroupPages(self.first_page, self.pages, self.generations), *self.more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,19 +292,16 @@ class PrefillSide:
         upto = -(-tokens // cache.page_size) if last else tokens // cache.page_size
         announced = attempt.announced or self._begins(attempt)
         if upto > min(announced) or last:
-            chunks: list[GroupPages] = []
+            groups: list[GroupPages] = []
             for begin, table in zip(announced, leader.holding.tables, strict=True):
                 pages = tuple(table[begin:upto])
-                chunks.append(GroupPages(begin, pages, tuple(map(cache.generation, pages))))
-            first, *more = chunks
-            chunk = ChunkAnnounced(
-                attempt.name, first.first, first.pages, first.generations, last, step, tuple(more)
-            )
+                groups.append(GroupPages(begin, pages, tuple(map(cache.generation, pages))))
+            chunk = ChunkAnnounced(attempt.name, tuple(groups), last, step)
             attempt.announced = [max(begin, upto) for begin in announced]
             if attempt.leased_since is None:
                 attempt.leased_since = now
             self.outputs.append((attempt.holder, chunk))
-            self._note(attempt.name, Kind.ANNOUNCED, sum(len(each.pages) for each in chunks), step)
+            self._note(attempt.name, Kind.ANNOUNCED, sum(len(each.pages) for each in groups), step)
 
     def _first_token(self, attempt: Attempt, event: TokenEvent, now: float) -> None:
         request = attempt.request

@@ -39,16 +39,11 @@ class Holding:
     _frozen: tuple[tuple[int, ...], ...] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.shared = self.committed = len(self.tables[0])
+        self.shared = self.committed = len(self)
 
     def __len__(self) -> int:
         """Page indexes."""
         return len(self.tables[0])
-
-    @property
-    def pages(self) -> list[int]:
-        """The first group's page table."""
-        return self.tables[0]
 
     def page_tables(self) -> tuple[tuple[int, ...], ...]:
         """`tables` as they are now, for plans: the same tuples until they change, so that two plans are

@@ -42,6 +42,8 @@ class PrefillStream(CallerStream):
     def __init__(self, incarnation: int) -> None:
         super().__init__(incarnation, Outbox(_merge, size_of=byte_size))
         self.names = RecentNames()
+        self.chunk_groups = False
+        """As in PrefillHello."""
 
     async def messages(self) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         async for message in self.outbox:
@@ -59,17 +61,19 @@ def _merge(
     return unsent
 
 
-def _events(output: PrefillOutput) -> Iterator[prefill_pb2.PrefillEvent]:
-    """More than one where log-probabilities are too large for one message."""
+def _events(output: PrefillOutput, chunk_groups: bool) -> Iterator[prefill_pb2.PrefillEvent]:
+    """More than one where log-probabilities are too large for one message.
+
+    chunk_groups: as in PrefillHello."""
     event = prefill_pb2.PrefillEvent(attempt=name_to(output.name))
     if isinstance(output, ChunkAnnounced):
-        event.chunk.first_page = output.first_page
-        event.chunk.page_ids.extend(output.pages)
-        event.chunk.generations.extend(output.generations)
-        event.chunk.last = output.last
-        event.chunk.step = output.step
-        for each in output.more:
-            event.chunk.more.add(first_page=each.first, page_ids=each.pages, generations=each.generations)
+        chunk = event.chunk
+        chunk.last, chunk.step = output.last, output.step
+        for number, each in enumerate(output.groups):
+            of_group = chunk.groups.add() if chunk_groups else chunk.more.add() if number else chunk
+            of_group.first_page = each.first
+            of_group.page_ids.extend(each.pages)
+            of_group.generations.extend(each.generations)
     elif isinstance(output, FirstSampled):
         *first, last = cut(prompt_logprobs_to(output.prompt_logprobs or None))
         for run in first:
@@ -113,7 +117,8 @@ class PrefillShell(WorkerShell[PrefillCore]):
     def _deliver(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
         for holder, sent in outputs.items():
             assert isinstance(holder, PrefillStream)
-            if not holder.put(prefill_pb2.PrefillResponse(events=chain.from_iterable(map(_events, sent)))):
+            events = chain.from_iterable(_events(output, holder.chunk_groups) for output in sent)
+            if not holder.put(prefill_pb2.PrefillResponse(events=events)):
                 self.drop(holder)
 
     # --- what callers say: worker.caller_stream.Service -------------------------------------------------
@@ -125,6 +130,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
                 raise failed_precondition(difference, "LAYOUT_MISMATCH")
         self.require_turning()
         stream = self.make_stream(hello.incarnation)
+        stream.chunk_groups = hello.chunk_groups
         self.steps.call(lambda core, now: core.side.connect(stream, now))
         return stream
 

@@ -14,6 +14,8 @@ from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 
 Table = tuple[int, ...]
+Tables = tuple[Table, ...]
+"""One a KV group."""
 Changes = tuple[tuple[int, Table], ...]
 """Of each table how many of its first pages stay, and those that follow."""
 
@@ -51,7 +53,7 @@ class PlanEncoder:
     """Remembers of each slot the page tables that its last message gave, and the rows of the last plan."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[Table, tuple[Table, ...]]] = {}
+        self._sent: dict[int, Tables] = {}
         self._slots: list[int] = []
         self._next: list[int] = []
         """Where the last plan's rows would go on; empty if one had tokens of its own."""
@@ -79,9 +81,8 @@ class PlanEncoder:
             return [self._row(row) for row in rows], []
         changes = []
         for at, row in enumerate(rows):
-            sent = self._sent.get(row.slot)
-            # A table that has not changed is mostly the same object: see Holding.page_tables.
-            if sent is None or sent[0] is not row.pages or sent[1] != row.more_pages:
+            # Tables that have not changed are mostly the same object: see Holding.page_tables.
+            if self._sent.get(row.slot) is not row.tables:
                 found = self._changed(row)
                 if found is not None:
                     changes.append((at, found))
@@ -101,22 +102,16 @@ class PlanEncoder:
         return row.slot, row.start, changes, row.sample, tuple(row.tokens), wanted, pooled
 
     def _changed(self, row: PlanRow) -> list[tuple[int, Table]] | None:
+        """Of each table how many of its first pages stay, and those that follow; None: all stay."""
         before = self._sent.get(row.slot)
-        if before is not None and before[0] == row.pages and before[1] == row.more_pages:
+        if before == row.tables:
             return None
-        self._sent[row.slot] = row.pages, row.more_pages
-        return _changes(before, row.pages, row.more_pages)
-
-
-def _changes(
-    before: tuple[Table, tuple[Table, ...]] | None, pages: Table, more: tuple[Table, ...]
-) -> list[tuple[int, Table]]:
-    old = ((),) * (1 + len(more)) if before is None else (before[0], *before[1])
-    changes = []
-    for was, now in zip(old, (pages, *more), strict=True):
-        stay = len(was) if now[: len(was)] == was else 0
-        changes.append((stay, now[stay:]))
-    return changes
+        self._sent[row.slot] = row.tables
+        changes = []
+        for was, now in zip(before or ((),) * len(row.tables), row.tables, strict=True):
+            stay = len(was) if now[: len(was)] == was else 0
+            changes.append((stay, now[stay:]))
+        return changes
 
 
 class PlanDecoder:
@@ -124,7 +119,7 @@ class PlanDecoder:
     may have the same rows."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, list[Table]] = {}
+        self._tables: dict[int, Tables] = {}
         self._rows: tuple[PlanRow, ...] = ()
 
     def decode(self, message: bytes) -> StepPlan:
@@ -142,25 +137,21 @@ class PlanDecoder:
             row.start += 1
         for at, changes in changed:
             row = self._rows[at]
-            row.pages, *more = self._change(row.slot, changes)
-            row.more_pages = tuple(more)
+            row.tables = self._change(row.slot, changes)
 
-    def _change(self, slot: int, changes: Changes) -> list[Table]:
-        before = self._tables.get(slot) or [()] * len(changes)
-        now = [was[:stay] + added for was, (stay, added) in zip(before, changes, strict=True)]
+    def _change(self, slot: int, changes: Changes) -> Tables:
+        before = self._tables.get(slot) or ((),) * len(changes)
+        now = tuple([was[:stay] + added for was, (stay, added) in zip(before, changes, strict=True)])
         self._tables[slot] = now
         return now
 
     def _row(self, row: RowMessage) -> PlanRow:
-        slot, changes = row.slot, row.changes
-        pages, *more = self._tables[slot] if changes is None else self._change(slot, changes)
         return PlanRow(
-            slot,
+            row.slot,
             row.tokens,
             row.start,
-            pages,
-            (slot,) if row.sample is None else row.sample,
+            self._tables[row.slot] if row.changes is None else self._change(row.slot, row.changes),
+            (row.slot,) if row.sample is None else row.sample,
             prompt_logprobs=None if row.wanted is None else (0,) * row.wanted,
             pooling=Pooling.LAST if row.pooled else None,
-            more_pages=tuple(more),
         )

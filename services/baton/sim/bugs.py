@@ -24,7 +24,7 @@ from baton.kvcache import Holding, KvCache, KvGroup, PageAllocator
 from baton.kvcache.tree_node import PageRow
 from baton.kvcache.window_pages import WindowPages
 from baton.prefill.core import PrefillCore
-from baton.ranks.plan_codec import PlanDecoder, Table
+from baton.ranks.plan_codec import PlanDecoder, Table, Tables
 from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
 from baton.sim.planting import Bug, Change, Wrong
@@ -278,12 +278,10 @@ def _(leave: Wrong, cache: KvCache, holding: Holding, pages: Sequence[int]) -> N
 
 @_bug("other-group", "pages are pulled into the tables of the wrong groups", 25, DecodeSide, "_announced")
 def _(announced: Wrong, side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
-    if chunk.more and len(chunk.more[0].pages) == len(chunk.pages):
-        other = chunk.more[0]
-        swapped = replace(other, pages=chunk.pages, generations=chunk.generations)
-        chunk = replace(
-            chunk, pages=other.pages, generations=other.generations, more=(swapped, *chunk.more[1:])
-        )
+    if len(chunk.groups) > 1 and len(chunk.groups[0].pages) == len(chunk.groups[1].pages):
+        one, other, *rest = chunk.groups
+        swapped = replace(other, first=one.first), replace(one, first=other.first)
+        chunk = replace(chunk, groups=(*swapped, *rest))
     announced(side, handoff, chunk, now)
 
 
@@ -311,13 +309,13 @@ def _(complete: Wrong, ranks: Ranks, found: Collective) -> bool:
     "_change",
     seed=5,
 )
-def _(change: Wrong, decoder: PlanDecoder, slot: int, changes: Sequence[tuple[int, Table]]) -> list[Table]:
+def _(change: Wrong, decoder: PlanDecoder, slot: int, changes: Sequence[tuple[int, Table]]) -> Tables:
     """Page tables are taken to grow only."""
-    before = decoder._tables.get(slot) or [()] * len(changes)
+    before = decoder._tables.get(slot) or ((),) * len(changes)
     now = change(decoder, slot, changes)
-    decoder._tables[slot] = [
+    decoder._tables[slot] = tuple(
         was[: len(table)] + table[len(was) :] for was, table in zip(before, now, strict=True)
-    ]
+    )
     return decoder._tables[slot]
 
 

@@ -103,7 +103,7 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
                 for row in flight.plan.rows:
                     first = row.start // self.pool.page_size
                     last = (row.start + row.count - 1) // self.pool.page_size
-                    for table in (row.pages, *row.more_pages):
+                    for table in row.tables:
                         both = pull.targets.intersection(table[first : last + 1])
                         if both:
                             text = f"a step and a pull of {self.who} both write {sorted(both)}"

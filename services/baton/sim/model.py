@@ -322,18 +322,17 @@ class SimRunner:
 
     def _write(self, plan: StepPlan, row: PlanRow, tokens: Sequence[int]) -> None:
         size = self.pool.page_size
-        tables = (row.pages, *row.more_pages)
         for position, token in enumerate(tokens, row.start):
             if position == row.start or position % size == 0:
-                for table in tables:
+                for table in row.tables:
                     self._check_write(plan, table[position // size])
             for head in self._heads:
                 before = [
                     self._read(head, table, position + 1 - (2 if window is None else window), position)
-                    for table, window in zip(tables, self._windows, strict=True)
+                    for table, window in zip(row.tables, self._windows, strict=True)
                 ]
                 offset = head * self.pool.head_bytes + position % size * ENTRY_BYTES
-                for table, written in zip(tables, entries(token, before, self._windows), strict=True):
+                for table, written in zip(row.tables, entries(token, before, self._windows), strict=True):
                     self.pool.write(table[position // size], offset, salted(head, written))
 
     def _read(self, head: int, table: Sequence[int], first: int, behind: int) -> bytes:
@@ -348,7 +347,7 @@ class SimRunner:
 
     def _seen(self, row: PlanRow, end: int) -> bytes:
         """What the token at `end` - 1 sees, in all groups."""
-        pairs = list(zip((row.pages, *row.more_pages), self._windows, strict=True))
+        pairs = list(zip(row.tables, self._windows, strict=True))
         return combined(
             [
                 b"".join(

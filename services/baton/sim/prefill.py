@@ -88,10 +88,12 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
                 late, again = self._babble.uniform(0.0, 1.0), {holder: [event]}
                 self.world.at(late, self.loop, lambda again=again: self._send(again))  # type: ignore[misc]
             elif how == 3 and isinstance(event, ChunkAnnounced):
-                event = replace(event, pages=event.pages[1:], generations=event.generations[1:], last=True)
-            elif how == 5 and isinstance(event, ChunkAnnounced) and len(event.pages) > 1:
-                twice, generations = ((*each[:-1], each[0]) for each in (event.pages, event.generations))
-                event = replace(event, pages=twice, generations=generations)
+                short = (replace(g, pages=g.pages[1:], generations=g.generations[1:]) for g in event.groups)
+                event = replace(event, groups=tuple(short), last=True)
+            elif how == 5 and isinstance(event, ChunkAnnounced) and len(event.groups[0].pages) > 1:
+                first, *rest = event.groups
+                twice, generations = ((*each[:-1], each[0]) for each in (first.pages, first.generations))
+                event = replace(event, groups=(replace(first, pages=twice, generations=generations), *rest))
             elif how == 4 and isinstance(event, FirstSampled):
                 event = replace(event, tokens=(*event.tokens, (0, None)))
             yield event

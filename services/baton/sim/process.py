@@ -286,7 +286,7 @@ class Worker(Process, WorkerShell[C]):
             self.ranks.all[0].take(flight)
         if self.world.traced:
             rows = [
-                (r.slot, r.start, r.count, r.pages[r.start // self.pool.page_size :])
+                (r.slot, r.start, r.count, r.tables[0][r.start // self.pool.page_size :])
                 for r in flight.plan.rows
             ]
             self.world.note(self.who, f"launch {flight.plan.number} {rows} {flight.plan.copies}")
@@ -363,5 +363,5 @@ class Worker(Process, WorkerShell[C]):
 
 def _used(row: PlanRow, groups: Sequence[KvGroup], size: int) -> Iterator[int]:
     """The pages that a row reads or writes."""
-    for group, table in zip(groups, (row.pages, *row.more_pages), strict=True):
+    for group, table in zip(groups, row.tables, strict=True):
         yield from table[group.sees(row.start, size) : -(-(row.start + row.count) // size)]

@@ -32,12 +32,12 @@ def check_attention(
     tokens = torch.arange(2 * CHUNK, device=model.device) % model.config.vocab_size
     pages = -(-2 * CHUNK // layout.page_size)
     pool = KvPool(layout, pages * len(layout.groups), model.device)
-    tables = [tuple(range(first, first + pages)) for first in range(0, pool.num_pages, pages)]
+    tables = tuple(tuple(range(first, first + pages)) for first in range(0, pool.num_pages, pages))
     runner = ModelRunner(model, pool, max_slots=1, prefill_attention=prefill, decode_attention=decode)
     states = []
     for start in (0, CHUNK):
         ids = tuple(tokens[start : start + CHUNK].tolist())
-        states.append(runner.hidden_states(PlanRow(0, ids, start, tables[0], more_pages=tuple(tables[1:]))))
+        states.append(runner.hidden_states(PlanRow(0, ids, start, tables)))
     logits, expected = model.logits(torch.cat(states)), model.reference_logits(tokens)
     differences = (logits - expected).abs().amax(1) / expected.abs().amax(1)
     if not differences.median().item() <= LIMITS.get(model.dtype, LIMIT_16_BITS):
