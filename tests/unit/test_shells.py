@@ -113,13 +113,14 @@ def test_a_decode_node_that_drains_or_has_no_room_for_peers_refuses():
 
 def test_a_good_start_of_decode_reaches_the_core_once():
     node, caller = Decode(DecodeConfig(prefill=("own:1",))), DecodeStream(3)
-    node.obey(decode_start(prefill=["a:1", "b:1", "a:1"], timeout_ms=500, local_prefill_tokens=0), caller)
+    given = {"timeout_ms": 500, "local_prefill_tokens": 0, "announce_admission": True}
+    node.obey(decode_start(prefill=["a:1", "b:1", "a:1"], **given), caller)
     assert node.connected == ["a:1", "b:1"] and caller.attempt_of(1) == 2
     (call,), started = node.calls, []
-    call(SimpleNamespace(start=lambda *arguments: started.append(arguments)), 5.0)
-    key, gateway, attempt, request, candidates, now, local = started[0]
+    call(SimpleNamespace(start=lambda *given, announce: started.append((*given, announce))), 5.0)
+    key, gateway, attempt, request, candidates, now, local, announce = started[0]
     assert (key.caller, key.request, gateway, attempt, now, local) == (caller, 1, 3, 2, 5.0, 0)
-    assert candidates == ("a:1", "b:1") and request.deadline == 100.5
+    assert candidates == ("a:1", "b:1") and request.deadline == 100.5 and announce
     assert request.params.max_tokens == 61  # what the context has left
     with pytest.raises(BatonError, match="is running on this stream"):
         node.obey(decode_start(), caller)
