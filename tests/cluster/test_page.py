@@ -348,6 +348,11 @@ def test_it_fits_a_phone(live):
         phone = Page(live, browser)
         phone.frames(2)
         assert phone.run("return document.documentElement.scrollWidth") <= PHONE[0]
+        live.client().generate(token_ids=[8] * 20, max_tokens=1)
+        phone.until(lambda: phone.texts("#requests .took"), "a request is shown")
+        cut = "return [...document.querySelectorAll('#requests .mono, #requests .took')]"
+        cut += ".filter((each) => !each.clientWidth || each.scrollWidth > each.clientWidth)"
+        assert phone.run(cut + ".map((each) => each.textContent)") == []
         assert console(browser) == []
 
 

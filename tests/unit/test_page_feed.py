@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import aclosing
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -12,8 +14,10 @@ import pytest
 from baton.config import GatewayConfig
 from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
-from baton.gateway.page.app import PageApp
+from baton.gateway.page.app import STATIC, PageApp
 from baton.gateway.page.feed import Feed
+from baton.gateway.page.processes import Process
+from baton.v1 import node_pb2
 
 
 def refuse(address):
@@ -50,3 +54,32 @@ async def test_the_answer_to_head_ends(gateway):
             )
         assert (await http.post("/page/events")).status_code == 405
         assert (await http.get("/page/events", headers={"host": "example.org"})).status_code == 403
+
+
+def test_a_process_that_is_silent_once_is_not_taken_for_lost():
+    process = Process("tokenizer", "127.0.0.1:1")
+    assert process.health == "unknown"
+    process.heard(node_pb2.NodeState(load=node_pb2.Load(requests=3)))
+    process.missed()
+    assert (process.health, process.load.requests) == ("silent", 3)
+    process.heard(node_pb2.NodeState(load=node_pb2.Load()))
+    process.missed()
+    process.missed()
+    assert (
+        process.health == "unreachable" and process.load is None and "nothing heard for 5 s" in process.error
+    )
+
+
+async def test_below_a_path_all_that_the_page_names_is_below_it(gateway):
+    """As behind a proxy that gives Baton a path: each name in its files is relative to the page."""
+    app = PageApp(None, gateway, GatewayAuthentication(GatewayConfig()), "127.0.0.1:1")  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        names = re.findall(r'(?:href|src)="([^"#]+)"', (await http.get("/")).text)
+        assert len(names) > 4
+        for name in names:
+            _, below, path = urljoin("/below/", name).partition("/below")
+            assert below and (await http.get(path)).status_code == 200, name
+    for script in STATIC.glob("*.js"):
+        if script.name != "uplot.js":
+            assert not re.findall(r"""["'`](/(?:page|v1)/[^"'`]*)""", script.read_text()), script.name

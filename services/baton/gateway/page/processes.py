@@ -16,7 +16,7 @@ from baton.v1 import node_pb2, node_pb2_grpc
 
 INTERVAL_MS = 1000
 SILENT_SECONDS = 2.5
-"""A process that sends nothing for this time is taken for lost. It sends every INTERVAL_MS."""
+"""A process that sends nothing for this time is asked anew. It sends every INTERVAL_MS."""
 RETRY_SECONDS = 0.5
 MAX_CELLS = 4096
 """Of a pool's map."""
@@ -32,12 +32,13 @@ def max_cells(workers: int) -> int:
 
 
 class Process:
-    """What is known of one process. `health`: connecting, serving, not serving, draining or unreachable."""
+    """What is known of one process. `health`: unknown (not heard yet), serving, not serving, draining, silent
+    (it has sent nothing for SILENT_SECONDS, as a busy one may) or unreachable."""
 
     def __init__(self, role: str, address: str) -> None:
         self.role = role
         self.address = address
-        self.health = "connecting"
+        self.health = "unknown"
         self.error = ""
         self.info: node_pb2.NodeInfo | None = None
         self.load: node_pb2.Load | None = None
@@ -54,6 +55,13 @@ class Process:
             self.pages_version += 1
         self.load, self.resident_bytes = state.load, state.resident_bytes
         self.health, self.error = health_of(state.load), ""
+
+    def missed(self) -> None:
+        """It has sent nothing for SILENT_SECONDS: for the second time since it was heard it is lost."""
+        if self.health in ("silent", "unreachable"):
+            self.lost(unavailable(f"nothing heard for {2 * SILENT_SECONDS:g} s"))
+        else:
+            self.health, self.error = "silent", f"nothing heard for {SILENT_SECONDS:g} s"
 
     def lost(self, error: BatonError) -> None:
         self.health, self.error = "unreachable", error.message
@@ -113,7 +121,7 @@ class Processes:
             except grpc.aio.AioRpcError as error:
                 process.lost(from_rpc_error(error))
             except TimeoutError:
-                process.lost(unavailable(f"nothing heard for {SILENT_SECONDS:g} s"))
+                process.missed()
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _watch(self, process: Process) -> None:

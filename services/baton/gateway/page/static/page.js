@@ -27,16 +27,18 @@ function show(frame) {
 }
 
 function showHealth(processes) {
-  const wrong = processes.filter((each) => each.health !== "serving");
+  const unknown = processes.filter((each) => each.health === "unknown");
+  const wrong = processes.filter((each) => each.health !== "serving" && each.health !== "unknown");
   const health = $("health");
   const words = wrong.slice(0, NAMED).map((each) => `${each.role} ${each.address} ${word(each.health)}`);
   if (wrong.length > NAMED) words.push(`${wrong.length - NAMED} more`);
-  say(health, wrong.length ? words.join(", ") : `all ${processes.length} processes serve`);
+  const fine = unknown.length ? `${unknown.length} of ${processes.length} processes not heard yet` : `all ${processes.length} processes serve`;
+  say(health, wrong.length ? words.join(", ") : fine);
   const bad = wrong.some((each) => each.health === "unreachable" || each.health === "not serving");
-  health.className = `health ${wrong.length ? (bad ? "is-bad" : "is-warn") : "is-good"}`;
+  health.className = `health ${wrong.length ? (bad ? "is-bad" : "is-warn") : unknown.length ? "" : "is-good"}`;
 }
 
-const word = (health) => ({ unreachable: "cannot be reached", "not serving": "does not serve" })[health] ?? `is ${health}`;
+const word = (health) => ({ unreachable: "cannot be reached", "not serving": "does not serve", silent: "says nothing" })[health] ?? `is ${health}`;
 
 function showFirst(frame) {
   const { finished, failed, cancelled, running } = frame.totals;
@@ -45,7 +47,7 @@ function showFirst(frame) {
   const key = frame.needs_key ? " -H 'Authorization: Bearer API_KEY'" : "";
   const body = JSON.stringify({ model: frame.model, prompt: "def main():", max_tokens: 32, stream: true });
   const quoted = body.replaceAll("'", "'\\''");
-  say($("first-command"), `curl -N ${location.origin}/v1/completions${key} \\\n  -H 'Content-Type: application/json' -d '${quoted}'`);
+  say($("first-command"), `curl -N ${new URL("v1/completions", document.baseURI)}${key} \\\n  -H 'Content-Type: application/json' -d '${quoted}'`);
 }
 
 $("first-copy").addEventListener("click", async (event) => {
@@ -91,7 +93,7 @@ function connect() {
   source?.close();
   clearTimeout(again);
   if (document.hidden) return;
-  const own = source = new EventSource("/page/events");
+  const own = source = new EventSource("page/events");
   own.onmessage = (event) => {
     heard = performance.now();
     lost("");

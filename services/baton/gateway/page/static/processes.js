@@ -3,7 +3,7 @@
 import { $, bytes, count, el, plural, seconds } from "./dom.js";
 
 const rows = new Map();
-const CLASSES = { serving: "is-good", draining: "is-warn", connecting: "is-warn" };
+const CLASSES = { serving: "is-good", draining: "is-warn", silent: "is-warn", unknown: "" };
 
 export function showProcesses(processes) {
   const body = $("processes").tBodies[0];
@@ -28,7 +28,7 @@ function makeRow(process) {
   const { load } = process;
   const details = [process.address, process.device, process.pid && `pid ${process.pid}`].filter(Boolean).join(" · ");
   const health = el("td", { "data-label": "Health" },
-    el("span", { className: `state ${CLASSES[process.health] ?? "is-bad"}` }, process.health),
+    el("span", { className: `state ${CLASSES[process.health] ?? "is-bad"}` }, process.health === "unknown" ? "not heard yet" : process.health),
     ...process.problems.map((text) => el("small", { className: "problem" }, text)));
   const cells = [el("th", { scope: "row" }, process.role, el("small", {}, details)), health];
   for (const [label, parts] of [["Queue", queue(process)], ["Batch", batch(process)], ["Step", step(process)],

@@ -12,7 +12,7 @@ export async function openTimeline(id) {
   $("timeline-body").replaceChildren(el("p", { className: "empty" }, "asking all processes"));
   if (!dialog.open) dialog.showModal();
   try {
-    const response = await fetch(`/page/requests/${encodeURIComponent(id)}`, { cache: "no-store" });
+    const response = await fetch(`page/requests/${encodeURIComponent(id)}`, { cache: "no-store" });
     if (!response.ok) throw new Error(await response.text());
     $("timeline-body").replaceChildren(...describe(await response.json()));
   } catch (error) {

@@ -48,7 +48,7 @@ async function stream(answer, signal) {
   const body = { model, max_tokens: Number($("try-tokens").value), stream: true };
   if (chat) body.messages = [{ role: "user", content: prompt }];
   else body.prompt = prompt;
-  const response = await fetch(`/v1/${chat ? "chat/" : ""}completions`,
+  const response = await fetch(`v1/${chat ? "chat/" : ""}completions`,
     { method: "POST", headers, body: JSON.stringify(body), signal, cache: "no-store" });
   if (!response.ok) throw new Error(await problem(response));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
