@@ -310,6 +310,21 @@ def test_what_cannot_be_exact_is_refused_by_name(library):
         ({"type": "string", "format": "path", "pattern": "^/"}, ['"/a"'], ['"a"']),
         ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"'], ["1"]),
         ({"type": "string", "maxLength": 2**63 - 1}, ['"a"'], ["1"]),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "minProperties": 1},
+            ['{"a": 1}', '{"a": 1, "b": 1}'],
+            ["{}"],
+        ),
+        (
+            {"type": "object", "properties": {"a": {}}, "additionalProperties": False, "maxProperties": 1},
+            ['{"a": 1}', "{}"],
+            ['{"b": 1}'],
+        ),
+        (
+            {"type": "object", "properties": {"a": {}}, "additionalProperties": False, "minProperties": 1},
+            ['{"a": 1}'],
+            ["{}"],
+        ),
     ],
 )
 def test_keywords_that_say_nothing_or_can_be_said_by_others(library, schema, good, bad):
@@ -328,6 +343,8 @@ def test_what_says_something_is_still_refused(library):
         ("contains", {"contains": {}, "minContains": 0, "maxContains": 1}),
         ("if", {"if": {"type": "null"}, "then": False}),
         ("look-around", {"pattern": "(?=a)b"}),
+        ("min/maxProperties", {"properties": {"a": {}}, "minProperties": 1}),
+        ("min/maxProperties", {"properties": {"a": {}}, "maxProperties": 1}),
     ):
         assert keyword in library.fits(schema), schema
         assert rewrite({"items": schema}).unenforced
@@ -428,6 +445,16 @@ def test_loose_schemas_are_enforced_as_far_as_they_can_be(library):
     assert sorted(set(made.unenforced)) == ["if", "minimum", "oneOf", "pattern", "then", "uniqueItems"]
     assert library.fits(made.schema, '{"a": [1, 1], "b": 2.5}', "{}", '{"a": [""]}') == [True, False, False]
     assert not rewrite({"type": "object", "propertyNames": {"type": "string"}}, loose=True).unenforced
+    broken = {"type": "object", "properties": {"a": {"$ref": "#/definitions/A"}, "b": {"$ref": "x.json"}}}
+    assert rewrite(broken, loose=True).unenforced == ["$ref", "$ref"] == rewrite(broken).unenforced
+    assert library.fits(rewrite(broken, loose=True).schema, '{"a": 1, "b": 2}', "[]") == [True, False]
+    at = ("#/%24defs/a~1b", "#/allOf/0", "#/$defs/a~1b", "#/%24defs/a%7E1b")
+    found = {"$defs": {"a/b": {"type": "null"}}, "allOf": [{"type": "array"}]}
+    for each in at:
+        given = {**found, "items": {"$ref": each}}
+        assert rewrite(given).unenforced == [] and not isinstance(library.fits(given, "[]"), str), each
+    named = {"$defs": {"a": {"$anchor": "A", "type": "null"}}, "items": {"$ref": "#A"}, "type": "array"}
+    assert rewrite(named).unenforced == [] and library.fits(named, "[null]", "[1]") == [True, False]
 
 
 # --- patterns -------------------------------------------------------------------------------------------

@@ -257,6 +257,8 @@ def test_a_tool_is_held_to_its_schema_as_far_as_can_be(backend, tokenizer):
     with pytest.raises(BatonError, match=r"schema of f: properties\.ids\.uniqueItems cannot") as caught:
         grammar(tokenizer, tools=[tool])
     assert (caught.value.field, caught.value.reason) == ("chat.tools", "INVALID_GRAMMAR")
+    unused = {"$defs": {"a": {"not": {"type": "null"}}}, "type": "object"}
+    assert grammar(tokenizer, tools=[Tool(name="f", parameters=json.dumps(unused), strict=True)]) is not None
 
 
 def written(form, marked, *arguments):

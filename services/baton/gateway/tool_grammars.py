@@ -31,6 +31,7 @@ from baton.v1 import common_pb2, tokenizer_pb2
 
 MAX_CALLS = 16
 """In an answer that must call tools."""
+_DEFINITIONS = ("$defs.", "definitions.", "components.")
 _SPACE = {"whitespace_pattern": WHITESPACE}
 
 
@@ -300,14 +301,22 @@ def _rewritten(tool: tokenizer_pb2.Tool) -> Rewritten:
         )
         options = made.schema.get("x-guidance") if isinstance(made.schema, dict) else None
         lenient = isinstance(options, dict) and options.get("lenient")
-        if tool.strict and made.unenforced and not lenient:
-            raise SchemaError(f"{', '.join(made.unenforced[:8])} cannot be enforced")
+        if tool.strict and not lenient:
+            _check_enforced(made)
         as_lark(made.schema, "literals")  # raises SchemaError
     except (ValueError, RecursionError) as error:
         raise _invalid_schema(tool, str(error)) from None
     if not isinstance(made.schema, dict):
         raise _invalid_schema(tool, "it is no object")
     return made
+
+
+def _check_enforced(made: Rewritten) -> None:
+    """Raises SchemaError for what the library refuses where it stands. Definitions may not be referred to; of
+    these the library finds it."""
+    named = [each for each in made.unenforced if not each.startswith(_DEFINITIONS)]
+    if named:
+        raise SchemaError(f"{', '.join(named[:8])} cannot be enforced")
 
 
 def _invalid_schema(tool: tokenizer_pb2.Tool, why: str) -> BatonError:

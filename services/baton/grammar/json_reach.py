@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 Value = Any
 """Of JSON, or json_schema.Exact."""
@@ -14,10 +15,20 @@ MAX_ITEMS = 2000
 _PER_ARRAY = 6
 IN_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 """Keywords whose values are schemas by name."""
+_NAMED = {"$id", "id", "$anchor"}
+"""Keywords by which schemas are found otherwise than by where they stand."""
 _MAX_STEPS = 64
 """Of references that are followed to count items."""
 _UNIONS = ("anyOf", "oneOf")
 _WIDE = {"anyOf", "oneOf", "enum", "properties"}
+
+
+def unresolved(root: Value) -> Iterator[dict[str, Value]]:
+    """Schemas with a reference to nothing, or to something elsewhere."""
+    if not any(_NAMED & each.keys() for each in each_schema(root)):
+        for schema in each_schema(root):
+            if refers(schema) and _target(root, schema["$ref"]) is None:
+                yield schema
 
 
 def without_endless(root: Value) -> Value:
@@ -155,13 +166,20 @@ def refers(schema: dict[str, Value]) -> bool:
 
 def _target(root: Value, at: str) -> Value:
     """What a reference within the schema is to; None: it is another, or to nothing."""
-    if at != "#" and not at.startswith("#/"):
+    if at not in ("", "#") and not at.startswith("#/"):
         return None
     found = root
-    for step in at.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
+    for name in steps(at)[1:]:
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
     return found
+
+
+def steps(at: str) -> list[str]:
+    """Of a reference: what stands between its slashes."""
+    return [step.replace("~1", "/").replace("~0", "~") for step in unquote(at).split("/")]
 
 
 def _list(schema: dict[str, Value], key: str) -> list[Value]:

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
-from urllib.parse import unquote
 
 from baton.grammar.json_patterns import without_look_around
-from baton.grammar.json_reach import IN_MAPS, MAX_ITEMS, check_width, without_endless
+from baton.grammar.json_reach import IN_MAPS, MAX_ITEMS, check_width, steps, unresolved, without_endless
 
 Value = Any
 """Of JSON."""
@@ -113,6 +112,8 @@ class _Rewriter:
 
     def rewritten(self, schema: Value) -> Rewritten:
         made = self._schema(schema, "", 0)
+        for each in list(unresolved(made)):
+            self._not_enforced(each, "$ref", "")
         made = without_endless(made)
         check_width(made, self._too_wide)
         if made is False:
@@ -204,6 +205,22 @@ class _Rewriter:
                     del made[key]
                 else:
                     self._refuse(made, key, path, f"{value} is more than any output has")
+        own, required = made.get("properties", {}), made.get("required", [])
+        if not isinstance(own, dict) or not isinstance(required, list):
+            return
+        least: Value = made.get("minProperties")
+        if _is_number(least) and least <= len(set(map(str, required))):
+            del made["minProperties"]
+        closed = made.get("additionalProperties") is False and "patternProperties" not in made
+        most: Value = made.get("maxProperties")
+        if closed and _is_number(most) and most >= len(own):
+            del made["maxProperties"]
+        # Beside properties that need not be there, the library knows only that one must be.
+        known = closed and made.get("minProperties") == 1 and "maxProperties" not in made
+        if any(name not in required for name in own) and not known:
+            for key in ("minProperties", "maxProperties"):
+                if key in made:
+                    self._not_enforced(made, key, path)
 
     def _texts(self, made: dict[str, Value], path: str) -> None:
         format = made.get("format")
@@ -356,8 +373,7 @@ def _pointed(value: Value, depth: int) -> Iterator[str]:
         for key, each in value.items():
             if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(each, str):
                 yield key
-                for step in unquote(each).split("/"):
-                    yield step.replace("~1", "/").replace("~0", "~")
+                yield from steps(each)
             else:
                 yield from _pointed(each, depth + 1)
     elif isinstance(value, list):
