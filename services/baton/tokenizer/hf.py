@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from baton.tokenizer import formats
 from baton.tokenizer.chat import ChatEncoder, Rendered
 from baton.tokenizer.conversation import Conversation
 from baton.tokenizer.gguf import read_tokenizer
+from baton.tokenizer.render_limits import RenderLimits, takes_powers
 from baton.tokenizer.vocabulary import UnknownDecoder, Vocabulary, read_vocabulary
 from baton.v1 import common_pb2
 
@@ -77,6 +78,7 @@ class HFTokenizer:
     """What the checkpoint's generation_config.json recommends."""
     _chat_encoder: ChatEncoder | None = None
     """None: special tokens that a message's content names become those tokens."""
+    _limits: RenderLimits = field(default_factory=RenderLimits)
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. An empty text has only those that the tokenizer adds itself.
@@ -131,13 +133,17 @@ class HFTokenizer:
             conversation = conversation.without_tools()
         elif formats.tool_format(self.template) == "mistral":
             conversation = conversation.with_short_ids()
-        try:
+
+        def either() -> Rendered:
             try:
                 return attempt(conversation)
             except TypeError:
                 if not any("tool_calls" in message for message in conversation.messages):
                     raise
                 return attempt(conversation.with_text_arguments())
+
+        try:
+            return self._limits.run(either)
         except Exception as error:  # anything that the template may raise: it is the checkpoint's code
             raise TemplateFailed(_one_line(error)) from error
 
@@ -176,6 +182,11 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         config = {**config, **(text if isinstance(text, dict) else {})}
         size = int(config.get("vocab_size") or tokens)
         eos, context = end_token_ids(path), context_length(config)
+    templates = tokenizer.chat_template or ""
+    for template in templates.values() if isinstance(templates, dict) else (templates,):
+        if takes_powers(template):
+            text = "it raises numbers to powers, which may take hours"
+            raise CheckpointError(f"cannot use the chat template in {path}: {text}")
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
