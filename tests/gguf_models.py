@@ -302,17 +302,21 @@ def write_gguf(
     *,
     old: bool = False,
     parts: int = 1,
+    fused: bool = False,
     **metadata: Any,
 ) -> Path:
     """Writes the model with its matrices of type `kind`, and rounds the model's own weights to what the file
     holds.
 
     `old`: as converters of 2024 did. `parts`: split over files of so many tensors that these are enough; the
-    first one's path is returned. metadata: strings and integers; dots in keys as "__".
+    first one's path is returned. `fused`: experts' gate and up are one tensor. metadata: strings and integers; dots in keys as "__".
     """
     config = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
     tensors = rounded(model, kind, arch, old)
+    for name in [name for name in tensors if fused and "ffn_gate_exps" in name]:
+        (gate, type), (up, _) = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
+        tensors[name.replace("gate", "gate_up")] = np.concatenate((gate, up), 1), type
     most = -(-(len(tensors) + 3) // parts) if parts > 1 else 0
     writer = GGUFWriter(path, arch, split_max_tensors=most)
     latent = arch == "deepseek2"

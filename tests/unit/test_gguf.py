@@ -183,6 +183,16 @@ def test_blocks_of_4_bits_stay_so_and_compute_what_they_stand_for(name, tmp_path
         check_logits(path, reference, quantization=quantization)
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q4_0"])
+def test_experts_whose_gate_and_up_are_one_tensor(kind, tmp_path):
+    reference = save_checkpoint("qwen3-moe", tmp_path / "plain")
+    path = write_gguf(tmp_path / "model.gguf", reference, kind, fused=True)
+    assert "blk.0.ffn_gate_up_exps.weight" in GgufFile(path).tensors
+    reference.save_pretrained(tmp_path / "rounded")
+    same_weights(filled(path), filled(tmp_path / "rounded"))
+    check_logits(path, reference, quantization="none")
+
+
 def random_blocks(kind, rows, columns):
     """Random blocks of a type, with scales of ordinary size."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]

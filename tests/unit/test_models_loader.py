@@ -16,6 +16,7 @@ from baton.checkpoint_config import context_length
 from baton.config import DecodeConfig
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.parameters import Parameters
+from baton.layers.shard import Shard
 from baton.models.body import why_not_fused
 from baton.models.config import ModelError, read_config, window
 from baton.models.loader import declared, fingerprint, load_model, read_weights, weight_bytes
@@ -440,3 +441,20 @@ def test_yarn_that_was_added_by_hand_extends_the_context(checkpoint):
     assert context_length(config) == read_config(checkpoint).context_length == 1024
     assert read_config(checkpoint, 700).used_length == 700
     load_model(checkpoint).layers[0].attention.rope.at(torch.tensor([1023]))
+
+
+@pytest.mark.parametrize("variant", ["qwen3-moe", "mixtral", "glm4-moe", "deepseek-v3"])
+def test_experts_in_one_tensor_a_projection(variant, tmp_path):
+    """As transformers keeps them in memory, and stores them where its conversion is left out."""
+    model = save_checkpoint(variant, tmp_path)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in state)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_logits(tmp_path, model)
+    whole = declared(tmp_path).parameters.table
+    ranks = [declared(tmp_path, shard=Shard(rank, 2)).parameters for rank in range(2)]
+    for rank in ranks:
+        parameters = Parameters(torch.float32, torch.device("cpu"), shard=rank.shard)
+        build(read_config(tmp_path), parameters)
+        read_weights(tmp_path, parameters, lambda done, total: None)
+        assert parameters.table.keys() == rank.table.keys() <= whole.keys()

@@ -67,6 +67,16 @@ class _Rows:
         return index if self._expert is None else (self._expert, index)
 
 
+class _Half(_Rows):
+    """The gate (0) or the up projection (1) of one expert, which the file has below each other."""
+
+    def __init__(self, file: GgufFile, name: str, expert: int, half: int) -> None:
+        super().__init__(file, name, expert)
+        rows = self.shape[0] // 2
+        self.shape = (rows, *self.shape[1:])
+        self._order = np.arange(half * rows, (half + 1) * rows)
+
+
 class _LatentUp(_Rows):
     """DeepSeek's projection from latents: the keys' part, which the file has transposed, and the values' of
     each head in turn."""
@@ -122,6 +132,11 @@ def _sources(file: GgufFile) -> dict[str, _Rows]:
         elif match := re.fullmatch(r"ffn_(gate|up|down)_exps", part):
             for expert in range(file.shape(name)[0]):
                 found[f"{experts}{expert}.{projections[match[1]]}.{kind}"] = _Rows(file, name, expert)
+        elif part == "ffn_gate_up_exps":
+            for expert in range(file.shape(name)[0]):
+                for half, each in enumerate(("gate", "up")):
+                    source = _Half(file, name, expert, half)
+                    found[f"{experts}{expert}.{projections[each]}.{kind}"] = source
         elif match := re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", part):  # files before April 2024
             found[f"{experts}{match[2]}.{projections[match[1]]}.{kind}"] = _Rows(file, name)
         else:

@@ -16,6 +16,7 @@ from baton.layers.weights.quantized import Format, Parts
 from baton.models.config import ModelError
 from baton.models.gguf import GgufTensors
 from baton.models.mxfp4 import Mxfp4Tensors
+from baton.models.packed_experts import PackedExperts, are_packed
 from baton.models.quantization import quantization_config, read_format
 from baton.models.quantized_file import QuantizedFile
 
@@ -61,6 +62,9 @@ def tensor_files(path: Path) -> list[TensorFile]:
         return [QuantizedFile(file, where, format) for file in files]
     if any(name.endswith("_blocks") for file in files for name in file.shapes()):
         return [Mxfp4Tensors(file, files) for file in files]
+    kind = read_json(path / "config.json").get("model_type", "")
+    if kind != "gpt_oss" and are_packed(files):  # whose own layout it is
+        return [PackedExperts(file, kind) for file in files]
     return [*files]
 
 

@@ -1,0 +1,76 @@
+"""Experts in one tensor a projection, as transformers 5 keeps them in memory and some files store them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.layers.shard import NO_CUTS, Cut, Cuts
+
+if TYPE_CHECKING:
+    from baton.models.tensor_files import SafetensorsFile
+
+_PACKED = re.compile(r"(.*\.)(\w+\.experts)\.(gate_up_proj|down_proj)")
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def are_packed(files: Collection[SafetensorsFile]) -> bool:
+    return any(_PACKED.fullmatch(name) for file in files for name in file.shapes())
+
+
+class PackedExperts:
+    """A TensorFile that shows each expert's matrices under the names that published checkpoints have."""
+
+    def __init__(self, file: SafetensorsFile, model_type: str) -> None:
+        self.path, self._file = file.path, file
+        self._mixtral = model_type == "mixtral"
+        self._of: dict[str, tuple[str, int, slice]] = {}
+        """Name of an expert's matrix -> the tensor that holds it, number of the expert, rows."""
+        self._shapes: dict[str, list[int]] = {}
+        self._stored: dict[str, str] = {}
+        for name, shape in file.shapes().items():
+            match = _PACKED.fullmatch(name)
+            if match is None or len(shape) != 3:
+                own = re.sub(r"\.mlp\.gate\.", ".block_sparse_moe.gate.", name) if self._mixtral else name
+                self._shapes[own], self._stored[own] = shape, name
+                continue
+            parts = ("gate_proj", "up_proj") if match[3] == "gate_up_proj" else ("down_proj",)
+            count, rows, columns = shape[0], shape[1] // len(parts), shape[2]
+            base = f"{match[1]}{'block_sparse_moe.experts' if self._mixtral else match[2]}"
+            for at, part in enumerate(parts):
+                kind = _MIXTRAL[part] if self._mixtral else part
+                for expert in range(count):
+                    own = f"{base}.{expert}.{kind}.weight"
+                    self._shapes[own] = [rows, columns]
+                    self._of[own] = name, expert, slice(at * rows, (at + 1) * rows)
+
+    def shapes(self) -> dict[str, list[int]]:
+        return self._shapes
+
+    def quantized(self) -> Collection[str]:
+        return ()
+
+    def read(
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Reads tensors; of one with all experts no more than the one that is asked for."""
+        plain = {self._stored[name]: name for name in names if name not in self._of}
+        stored_cuts = {stored: cuts[name] for stored, name in plain.items() if name in cuts}
+        for stored, start, tensor in self._file.read(plain, plain, stored_cuts):
+            yield plain[stored], start, tensor
+        together: dict[tuple[str, int], list[tuple[str, slice]]] = {}
+        for name in names:
+            if name in self._of:
+                stored, expert, rows = self._of[name]
+                together.setdefault((stored, expert), []).append((name, rows))
+        for (stored, expert), parts in together.items():
+            for _, _, tensor in self._file.read([stored], [stored], {stored: Cut(0, ((expert, 1),))}):
+                for name, rows in parts:
+                    matrix = tensor[0, rows]
+                    yield name, 0, cuts[name].of(matrix) if name in cuts else matrix
+
+    def sample(self, update: Callable[[bytes], None]) -> None:
+        self._file.sample(update)
