@@ -309,7 +309,8 @@ def write_gguf(
     holds.
 
     `old`: as converters of 2024 did. `parts`: split over files of so many tensors that these are enough; the
-    first one's path is returned. `fused`: experts' gate and up are one tensor. metadata: strings and integers; dots in keys as "__".
+    first one's path is returned. `fused`: experts' gate and up are one tensor. metadata: strings and
+    integers; dots in keys as "__".
     """
     config = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)

@@ -190,7 +190,6 @@ def test_experts_whose_gate_and_up_are_one_tensor(kind, tmp_path):
     assert "blk.0.ffn_gate_up_exps.weight" in GgufFile(path).tensors
     reference.save_pretrained(tmp_path / "rounded")
     same_weights(filled(path), filled(tmp_path / "rounded"))
-    check_logits(path, reference, quantization="none")
 
 
 def random_blocks(kind, rows, columns):

@@ -83,8 +83,11 @@ def kv_shape(config: ModelConfig) -> KvShape:
 
 
 def _without_memory(config: ModelConfig, dtype: torch.dtype) -> Any:
-    with torch.device("meta"):
-        return _untrained(config, dtype).eval()
+    try:
+        with torch.device("meta"):
+            return _untrained(config, dtype).eval()
+    except Exception as error:  # whatever the model's own code raises
+        raise ModelError(f"transformers cannot make the model: {first_line(error)}") from error
 
 
 def _untrained(config: ModelConfig, dtype: torch.dtype) -> Any:
