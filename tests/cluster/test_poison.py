@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,21 +14,28 @@ from baton.rpc.errors import BatonError
 
 POISON = 666
 PRELUDE = f"""
+import os
 import baton.engine.scheduler as scheduler
 
 commit = scheduler.Scheduler.commit
 
 def poisoned(self, step, result):
     if any(record.sequence.request.params.seed == {POISON} for record in step.records):
+        if "BATON_TEST_SILENT" in os.environ:
+            os.abort()
         raise AssertionError("poison")
     commit(self, step, result)
 
 scheduler.Scheduler.commit = poisoned
 """
+SILENT = [-signal.SIGABRT] * 3
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_poison_request_ends_two_nodes_and_no_stream(tmp_path, split):
+@pytest.mark.parametrize(("split", "codes"), [(False, [70] * 2), (True, [70] * 2), (False, SILENT)])
+def test_a_poison_request_ends_few_nodes_and_no_stream(tmp_path, monkeypatch, split, codes):
+    """Two; three where they cannot say by which request."""
+    if codes == SILENT:
+        monkeypatch.setenv("BATON_TEST_SILENT", "1")
     counts = {"prefill": 3, "decode": 1} if split else {"prefill": 0, "decode": 4}
     deployment = Deployment.split(tmp_path, "demo", **counts)
     poisoned = deployment.of("prefill" if split else "decode")
@@ -48,9 +56,9 @@ def test_a_poison_request_ends_two_nodes_and_no_stream(tmp_path, split):
         assert raised.value.reason == "REPEATED_STEP_FAILURE", raised.value
         assert all(completion.text for completion in finished)
         deadline = time.monotonic() + EXIT_SECONDS
-        while sum(not process.alive for process in poisoned) < 2 and time.monotonic() < deadline:
+        while sum(not process.alive for process in poisoned) < len(codes) and time.monotonic() < deadline:
             time.sleep(0.02)  # the second tells the client's gateway first, then it ends
         ended = [process for process in poisoned if not process.alive]
-        assert [process._popen.poll() for process in ended] == [70, 70]
+        assert [process._popen.poll() for process in ended] == codes
     finally:
         deployment._abandon()

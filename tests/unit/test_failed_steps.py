@@ -320,8 +320,8 @@ def test_a_node_that_fails_with_a_request_counts_as_a_resume():
 
 
 def test_the_limits_of_both_sides_agree():
-    from baton.decode import core, types
+    from baton.decode import suspects, types
     from baton.gateway import attempts as gateway
 
-    assert core.PROVEN_TOKENS == gateway.PROVEN_TOKENS and types.STEP_FAILURES == gateway.STEP_FAILURES
-    assert MAX_FAILED_STEPS == 2
+    assert suspects.PROVEN_TOKENS == gateway.PROVEN_TOKENS and types.STEP_FAILURES == gateway.STEP_FAILURES
+    assert gateway.MAX_FAILED_STEPS == MAX_FAILED_STEPS == 2

@@ -10,6 +10,7 @@ from baton.config import DecodeConfig
 from baton.decode.overload import OverloadControl
 from baton.decode.prompt_routing import LOCAL_PREFILL_TOKENS, PromptRouting, Unroutable
 from baton.decode.recording import RequestRecording
+from baton.decode.suspects import SuspectTurns
 from baton.decode.types import (
     Admitted,
     DecodeCounters,
@@ -44,10 +45,6 @@ from baton.kvcache import KvCache
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import TOKENS_EVERY, Kind, Recorder
 
-PROVEN_TOKENS = 8
-"""A request that has received this many tokens since a step with it failed is not the cause. More than 1: a
-prompt's last chunk yields one, and the decode step may be the one that fails."""
-
 Flush = Callable[[int, list[tuple[Hashable, Output]], list[DecodeEffect]], None]
 
 
@@ -69,6 +66,7 @@ class DecodeCore:
     scheduler: Scheduler = field(init=False)
     handoffs: DecodeSide = field(init=False)
     routing: PromptRouting = field(init=False)
+    suspects: SuspectTurns = field(init=False)
     _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
     _admitted: list[tuple[Hashable, Output]] = field(default_factory=list)
     """Apart from the outputs: no launch waits for them (`pressing`)."""
@@ -85,6 +83,7 @@ class DecodeCore:
             self._route,
             lambda leader: self.routing.abandon(leader),
             record=self._scheduled,
+            ask_turn=lambda request: self.suspects.ask(self.unfinished[request.key]),  # type: ignore[index]
         )
         self.handoffs = DecodeSide(
             self.scheduler,
@@ -99,6 +98,7 @@ class DecodeCore:
         )
         self.routing = PromptRouting(self.config, self.peers, self.unfinished, self.scheduler, self.handoffs)
         self.overload = OverloadControl(self.scheduler)
+        self.suspects = SuspectTurns(lambda *turn: self._outputs.append(turn))
 
     @property
     def step_stats(self) -> StepStats:
@@ -295,8 +295,7 @@ class DecodeCore:
             state.output_tokens += 1
             if not state.output_tokens % TOKENS_EVERY:
                 self.recording.add(state, Kind.TOKENS, state.output_tokens)
-            if state.output_tokens == PROVEN_TOKENS:
-                state.request.failed_steps = 0
+            self.suspects.token(state)
             self.counters.output_tokens += 1
             index = event.sequence.index
             tokens = Tokens(number, state.attempt, index, event.token, event.logprobs, event.finish)
@@ -375,6 +374,7 @@ class DecodeCore:
         """The request has ended."""
         self.unfinished.pop(state.key, None)
         self.routing.ended(state)
+        self.suspects.ended(state)
 
     def _fail(
         self,

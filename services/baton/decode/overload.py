@@ -112,7 +112,7 @@ class OverloadControl:
         return [
             sequence
             for sequence in self._scheduler.waiting
-            if not sequence.request.failed_steps and not sequence.request.awaits_grammar
+            if not sequence.request.failed_steps and not sequence.request.blocked
         ]
 
     def late(self, now: float) -> list[tuple[Sequence, float]]:

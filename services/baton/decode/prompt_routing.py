@@ -56,6 +56,8 @@ class PromptRouting:
             raise Unroutable("INTERNAL", "REPEATED_STEP_FAILURE", repeated(state.last_failure))
         if any(each is state and now < until for each, _, until in self.given_up.values()):
             return Route.DEFER
+        if state.request.suspect:
+            return Route.LOCAL  # it ends one process at most
         busy = self._busy_with(state)
         if busy not in state.left:
             busy = ""
@@ -80,7 +82,7 @@ class PromptRouting:
         if under_way and under_way + uncached > self.config.fallback_tokens:
             text = state.last_failure or "none is connected"
             message = f"no prefill node could take the prompt ({text}), and this node prefills no more itself"
-            # A step that failed is to be counted by the caller as well.
+            # The caller is to count a step that failed, or to suspect the request, as well.
             code = "UNAVAILABLE" if state.step_failure else "RESOURCE_EXHAUSTED"
             raise Unroutable(code, state.step_failure or "NO_PREFILL_NODE", message)
         state.fallback = True

@@ -10,6 +10,7 @@ from baton.decode.core import DecodeCore
 from baton.decode.peers import PrefillLink, PrefillPeer, PrefillPeers
 from baton.decode.stream import DecodeStream, add_output
 from baton.decode.types import Key, Output
+from baton.engine.request import Request
 from baton.handoff.messages import DecodeEffect
 from baton.kvcache import KvCache
 from baton.rpc.errors import BatonError, invalid, unavailable
@@ -110,8 +111,10 @@ class DecodeShell(WorkerShell[DecodeCore]):
             self._heartbeat(caller)
         elif kind == "pause":
             self._pause(command.pause, caller)
+        elif kind == "begin":
+            self._begin(command.begin, caller)
         else:
-            kinds = "start, cancel, heartbeat, pause, or several of these"
+            kinds = "start, cancel, heartbeat, pause, begin, or several of these"
             raise invalid("kind", f"each message on Decode.Generate after `hello` sets {kinds}")
 
     def _cancel(self, cancel: decode_pb2.DecodeCancel, caller: DecodeStream) -> None:
@@ -175,9 +178,23 @@ class DecodeShell(WorkerShell[DecodeCore]):
                 key, gateway, attempt, request, candidates, now, local, announce=announce
             )
         )
-        if params.grammar is not None:
+        if not request.suspect:
+            self._compile(key, request)
+
+    def _begin(self, begin: decode_pb2.DecodeBegin, caller: DecodeStream) -> None:
+        def begun(core: DecodeCore, now: float) -> None:
+            request = core.suspects.begin(core.unfinished.get(key))
+            if request is not None:
+                self.post(self._compile, key, request)
+
+        key = Key(caller, begin.request)
+        if caller.runs(begin.request, begin.attempt):
+            self.steps.call(begun)
+
+    def _compile(self, key: Key, request: Request) -> None:
+        if request.params.grammar is not None:
             self.compile_grammar(
-                params.grammar,
+                request.params.grammar,
                 lambda outcome: self.steps.call(lambda core, now: core.compiled(key, request, outcome)),
             )
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Set
 from google.rpc import status_pb2
 
 from baton.decode.message_pieces import add_prompt, pieces
-from baton.decode.types import Admitted, Done, Failed, Output, Prompt, Tokens
+from baton.decode.types import Admitted, Done, Failed, Output, Prompt, Tokens, Turn
 from baton.rpc.errors import BatonError, not_found, to_status
 from baton.rpc.streams import Outbox, byte_size
 from baton.rpc.tasks import wait_at_most
@@ -186,6 +186,8 @@ def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) 
     event = message.events.add(request=output.request, attempt=output.attempt)
     if isinstance(output, Admitted):
         event.admitted.SetInParent()
+    elif isinstance(output, Turn):
+        event.turn.SetInParent()
     elif isinstance(output, Done):
         event.finished.stats.CopyFrom(output.stats)
         event.finished.stats.pulled_bytes = output.stats.pulled_pages * page_bytes

@@ -72,7 +72,7 @@ class DecodeRequest:
     output_tokens: int = 0
     last_failure: str = ""
     step_failure: str = ""
-    """With which of STEP_FAILURES a prefill node last failed it."""
+    """With which of STEP_FAILURES a prefill node last failed it; PREFILL_LOST: one was lost with it."""
     failed_at: set[str] = field(default_factory=set)
     """Prefill nodes that have."""
     spent: dict[str, float] = field(default_factory=dict)
@@ -101,6 +101,8 @@ class DecodeRequest:
     def handoff_failed(self, address: str, reason: str, message: str) -> None:
         self.retries += 1
         self.last_failure = f"{address}: {reason}: {message}"
+        if reason == "PEER_LOST" and not self.step_failure:
+            self.step_failure = "PREFILL_LOST"
         self.count_try(address, reason)
 
     def count_try(self, address: str, reason: str) -> None:
@@ -181,6 +183,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """The request is the next suspect: it waits for its caller's `begin`."""
+
+    request: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """Terminal."""
 
@@ -203,4 +213,4 @@ class Failed:
     retry_after_ms: int | None = None
 
 
-Output = Admitted | Tokens | Prompt | Done | Failed
+Output = Admitted | Tokens | Prompt | Turn | Done | Failed

@@ -131,12 +131,17 @@ class Request:
     failed_steps: int = 0
     """Steps with it that failed, or with which their node ended. Above 0 it is suspected of being the cause:
     one suspect is admitted at a time."""
+    suspect: bool = False
+    """A node was lost without a word while it may have been computing the request."""
+    held: bool = field(init=False)
+    """A suspect whose turn has not come; when there is room for it, it asks for its turn."""
     pooling: Pooling | None = None
     """An embedding is wanted: the prompt is computed, and no token is sampled. None: tokens are wanted."""
     pooled: Vector | None = None
     """The sum of hidden states so far (Pooling.MEAN), or the last one."""
 
     def __post_init__(self) -> None:
+        self.held = self.suspect
         for index, output in enumerate(self.delivered or ((),) * self.n):
             sequence = Sequence(self, index, [*self.prompt, *(output or ())])
             sequence.phase = Phase.WAITING if output is not None else Phase.ENDED
@@ -145,6 +150,11 @@ class Request:
     @property
     def awaits_grammar(self) -> bool:
         return self.grammar is None and self.params.grammar is not None
+
+    @property
+    def blocked(self) -> bool:
+        """Whether it may wait for something else than room."""
+        return self.held or self.awaits_grammar
 
     @property
     def wants_prompt_logprobs(self) -> bool:

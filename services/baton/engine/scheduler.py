@@ -66,7 +66,7 @@ class Scheduler(SchedulerState):
     last. Among equals it is the policy's order at admission, and elsewhere the order of arrival.
 
     `route` decides where a prompt is computed; `abandon` is called before a sequence in HANDOFF loses its
-    pages; `record` gets what happens to requests.
+    pages; `record` gets what happens to requests; `ask_turn` gets a suspect that there is room for.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Scheduler(SchedulerState):
         abandon: Callable[[Sequence], None] = lambda sequence: None,
         may_admit: Callable[[Request], bool] = lambda request: True,
         record: RecordEvent = nothing,
+        ask_turn: Callable[[Request], None] = lambda request: None,
     ) -> None:
         if config.token_budget < config.max_rows:
             raise ValueError("token_budget must be at least max_rows")
@@ -88,6 +89,7 @@ class Scheduler(SchedulerState):
         """Prompts whose prefill began here."""
         self._route = route
         self._may_admit = may_admit
+        self._ask_turn = ask_turn
         self._ahead = 2 * config.token_budget
         """Tokens of a sequence in steps that have not retired, at most: two with overlap."""
         self._room = cache.longest(config.context_length, self._ahead)
@@ -139,7 +141,9 @@ class Scheduler(SchedulerState):
         self.cache_pending_prefixes()
         for sequence in self.waiting.in_order():
             request = sequence.request
-            if request.awaits_grammar or not self._may_admit(request) or self._tries_other_suspect(request):
+            if (request.awaits_grammar and not request.held) or not self._may_admit(request):
+                continue
+            if self._tries_other_suspect(request):
                 continue
             if sequence.phase is Phase.WAITING and not self._try_admit(sequence, elsewhere):
                 # No request overtakes one that lacks room: small requests must not starve a large one.
@@ -189,6 +193,9 @@ class Scheduler(SchedulerState):
         # Cached pages that nobody has locked yet cost room too.
         if spare < need or spare - self.cache.unlocked(encoded, request.namespace, cached) < need:
             return False
+        if request.held:
+            self._ask_turn(request)
+            return True
         self.place(leader, followers, need, self.cache.hold(encoded, request.namespace, cached))
         if request.cached_tokens is None:
             request.cached_tokens = leader.computed

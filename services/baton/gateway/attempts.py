@@ -3,19 +3,22 @@ passed in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import grpc
 
 from baton.gateway.token_log import TokenLog
-from baton.rpc.errors import BatonError, unavailable
+from baton.rpc.errors import BatonError, internal, unavailable
 from baton.v1 import decode_pb2
 
 BACKOFF_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.0)
 """Of a node after its failures one after the other, the last for all further ones."""
 STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
 """Reasons of a decode node: a step with the request failed, or the node ended with it."""
+MAX_FAILED_STEPS = 2
+"""A request that was in this many such steps, or had its turn as a suspect at this many nodes that were lost
+without a word, counts as the cause. Decode nodes use the same number."""
 PROVEN_TOKENS = 8
 """A request that has received this many tokens since is not the cause. Decode nodes use the same number."""
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -53,12 +56,19 @@ class Attempts:
         """How often the request was resumed after a node was lost or had handed it back."""
         self.failed_steps = 0
         """Steps with the request that failed, or with which their node ended, since it last made progress."""
+        self.suspect = False
+        """A node was lost without a word before a token of the attempt there had come, since it last made
+        progress."""
+        self.has_turn = False
+        """Of all suspects at its node, the request is the one that is computed."""
         self.done = False
         """No decode node will send anything more."""
         self._log = log
         self._policy = policy
         self._resumable = resumable
         self._retried_step = False  # the one retry of a failed step that costs no resume
+        self._charged = 0  # resumes that count
+        self._blameless = False  # the node was lost with another request under suspicion
         self._begun_with = 0  # output tokens when the attempt that runs was begun
         self._progress = False  # of the attempt that runs: the node has said something about the request
         self._failures: dict[str, int] = {}
@@ -95,7 +105,7 @@ class Attempts:
         """The attempt has been sent there."""
         self.address = address
         self._begun_with = self._log.output_tokens
-        self._progress = False
+        self._progress = self.has_turn = self._blameless = False
 
     def current(self, address: str, attempt: int) -> bool:
         """Whether messages of this node about that attempt count."""
@@ -119,7 +129,7 @@ class Attempts:
     def fill(self, start: decode_pb2.DecodeStart) -> None:
         """Names the next attempt in its message, and adds what it carries."""
         start.attempt = self.number
-        start.failed_steps = self.failed_steps
+        start.failed_steps, start.suspect = self.failed_steps, self.suspect
         for tokens in self.delivered():
             start.choices.add(token_ids=tokens or (), finished=tokens is None)
         if start.choices:
@@ -138,14 +148,20 @@ class Attempts:
             raise error
         refused = not lost and not self._progress and error.reason not in STEP_FAILURES
         if self._log.output_tokens - self._begun_with >= PROVEN_TOKENS:
-            self.failed_steps = 0
+            self.failed_steps, self.suspect = 0, False
         self.failed_steps += error.reason in STEP_FAILURES
+        self.suspect = self.suspect or error.reason == "PREFILL_LOST"
+        if lost and self.failed_steps >= MAX_FAILED_STEPS:
+            text = f"{self.failed_steps} nodes ended with the request; it is not tried again: {error.message}"
+            raise internal(text, "REPEATED_STEP_FAILURE")
         if error.reason == "STEP_FAILED" and not self._retried_step:
             self._retried_step, refused = True, False
         elif not refused:
-            if self.resumed >= self._policy.max_resumes:
-                text = f"given up after {self.resumed} resumes: {error.message}"
-                raise unavailable(text, "TOO_MANY_RESUMES")
+            if not self._blameless:
+                if self._charged >= self._policy.max_resumes:
+                    text = f"given up after {self.resumed} resumes: {error.message}"
+                    raise unavailable(text, "TOO_MANY_RESUMES")
+                self._charged += 1
             self.resumed += 1
         elif error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason != "NO_PREFILL_NODE":
             self._full[address] = error
@@ -162,3 +178,19 @@ class Attempts:
             return unavailable(f"no decode node could be reached within {wait}", "NO_DECODE_NODE", 1000)
         text = f"{self._last.message}; no decode node took the request up within {wait}"
         return BatonError(self._last.code, self._last.reason, text, retry_after_ms=1000)
+
+    @property
+    def _starting(self) -> bool:
+        """No token of the attempt has come."""
+        return self._log.output_tokens == self._begun_with
+
+    @staticmethod
+    def node_lost(attempts: Collection[Attempts]) -> None:
+        """The connection to a node has broken without a word about these attempts, all that ran there.
+        `ended` follows for each. Any of those without a token may have ended the node: they become suspects.
+        One that was a suspect before, and had its turn, counts as the cause once."""
+        tried = {id(each) for each in attempts if each.has_turn and each._starting}
+        for each in attempts:
+            each.failed_steps += id(each) in tried
+            each._blameless = bool(tried - {id(each)})
+            each.suspect = each.suspect or each._starting

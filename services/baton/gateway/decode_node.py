@@ -9,6 +9,7 @@ from typing import Protocol
 
 import grpc.aio
 
+from baton.gateway.attempts import Attempts
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, from_status, unavailable
 from baton.rpc.link import Link
@@ -65,6 +66,10 @@ class TokenSink(Protocol):
 
     The sink decides whether an attempt is the current one.
     """
+
+    @property
+    def attempts(self) -> Attempts | None:
+        """None: it is not resumed."""
 
     @property
     def attempt(self) -> int: ...
@@ -235,6 +240,13 @@ class DecodePeer:
             if sink is not None:
                 sink.on_admitted()
             return
+        if kind == "turn":
+            if sink is not None:
+                if sink.attempts is not None:
+                    sink.attempts.has_turn = True
+                begin = decode_pb2.DecodeBegin(request=event.request, attempt=event.attempt)
+                self._link.send(decode_pb2.GenerateCommand(begin=begin))
+            return
         if kind not in ("finished", "failed"):
             _log.warning("unexpected event", decode=self.address, kind=kind or "none")
             return
@@ -304,6 +316,7 @@ class DecodePeer:
             self._asking.cancel()
         self._cancelled.clear()
         self._prompts.clear()
+        Attempts.node_lost([sink.attempts for sink in self._sinks.values() if sink.attempts is not None])
         self.lose(unavailable(f"decode node {self.address} was lost: {error.message}", "DECODE_LOST", 1000))
 
 

@@ -31,6 +31,7 @@ class _Sink:
 
     done: asyncio.Future[decode_pb2.RequestStats]
     attempt: int = 0
+    attempts: None = None
 
     def on_admitted(self) -> None:
         pass

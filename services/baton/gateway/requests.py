@@ -64,7 +64,7 @@ class Request:
         self._session: Session | None = None
         self._on_change = on_change
         self._prompt: Prompt | None = None
-        self._attempts = Attempts(
+        self.attempts = Attempts(
             self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
         )
         self._routing: RequestRouting | None = None
@@ -98,7 +98,7 @@ class Request:
 
     @property
     def attempt(self) -> int:
-        return self._attempts.number
+        return self.attempts.number
 
     def begin(self, session: Session | None = None) -> None:
         """Checks the request and starts it. A request that is refused ends here."""
@@ -202,7 +202,7 @@ class Request:
         try:
             while True:
                 candidates = nodes.candidates(self.number, self._fingerprint)
-                place = self._attempts.place(candidates, time.monotonic(), routing.pick_decode)
+                place = self.attempts.place(candidates, time.monotonic(), routing.pick_decode)
                 if isinstance(place, Wait):
                     self._place_timer = asyncio.get_running_loop().call_later(place.seconds, self._place)
                     return
@@ -213,9 +213,9 @@ class Request:
         except BatonError as error:
             self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
             return
-        self._attempts.begin(place)
+        self.attempts.begin(place)
         self._timing.begin_phase("")
-        self._record(Kind.SENT, attempt=self._attempts.number, text=place)
+        self._record(Kind.SENT, attempt=self.attempts.number, text=place)
         routing.sent(place, prefill)
         if self._reader.paused:
             self._pause(True)
@@ -236,18 +236,18 @@ class Request:
             local_prefill_tokens=local_tokens,
         )
         message.MergeFrom(self._template)
-        self._attempts.fill(message)
+        self.attempts.fill(message)
         return message
 
     @property
     def _node(self) -> DecodePeer | None:
         """Where the attempt runs."""
-        return self._gateway.nodes.decode.get(self._attempts.address)
+        return self._gateway.nodes.decode.get(self.attempts.address)
 
     def _pause(self, paused: bool) -> None:
         """The client does not read, or reads again."""
         if (node := self._node) is not None:
-            node.pause(self.number, self._attempts.number, paused)
+            node.pause(self.number, self.attempts.number, paused)
 
     # From the decode node (TokenSink).
 
@@ -256,7 +256,7 @@ class Request:
         self._on_change()
 
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
-        self._attempts.progress()
+        self.attempts.progress()
         if self._routing is not None:
             self._routing.computed()
         if self._prompt_done:
@@ -269,10 +269,10 @@ class Request:
             self.log.set_prompt_logprobs(logprobs)
 
     def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None:
-        if not self._attempts.current(address, delta.attempt):
+        if not self.attempts.current(address, delta.attempt):
             _log.warning("tokens of an attempt that is over", request=self.name, decode=address)
             return
-        self._attempts.progress()
+        self.attempts.progress()
         number, token_ids = delta.choice, delta.token_ids[:]
         logprobs = delta.logprobs[:] if self._with_logprobs else ()
         self._timing.tokens(number, len(token_ids))
@@ -302,31 +302,31 @@ class Request:
 
     def on_finished(self, stats: decode_pb2.RequestStats) -> None:
         if not self.log.complete:
-            text = f"decode node {self._attempts.address} finished before its last token"
+            text = f"decode node {self.attempts.address} finished before its last token"
             self.fail(internal(text, "BAD_PEER"))
             return
         self._stats = stats
-        self._attempts.done = True
-        if self._routing is not None and not self._attempts.resumed:
+        self.attempts.done = True
+        if self._routing is not None and not self.attempts.resumed:
             self._routing.learn(self._gateway.split, stats, self._timing.first_token)
         self._finish_if_complete()
 
     def on_failed(self, error: BatonError, lost: bool) -> None:
-        resumed, address, attempt = self._attempts.resumed, self._attempts.address, self._attempts.number
+        resumed, address, attempt = self.attempts.resumed, self.attempts.address, self.attempts.number
         try:
-            self._attempts.ended(error, time.monotonic(), lost=lost)
+            self.attempts.ended(error, time.monotonic(), lost=lost)
         except BatonError as last:
             if last.field == "sampling.grammar":
                 last.message = last.message.replace(last.field, self._grammar_field)
                 last.field = self._grammar_field
             self.fail(last)
             return
-        if self._attempts.resumed > resumed:
+        if self.attempts.resumed > resumed:
             self._gateway.metrics.resumes.inc()
-        if self._attempts.done:
+        if self.attempts.done:
             self._finish_if_complete()
         else:
-            kind = Kind.RESUMED if self._attempts.resumed > resumed else Kind.RETRIED
+            kind = Kind.RESUMED if self.attempts.resumed > resumed else Kind.RETRIED
             self._record(kind, attempt=attempt, text=error.reason)
             _log.info("trying another decode node", request=self.name, decode=address, error=error.message)
             self._place()
@@ -335,12 +335,12 @@ class Request:
         """Finishes the request once all choices have finished and the decode node sends nothing more."""
         if not self.log.complete:
             return
-        if not self._attempts.done and not any(choice.ended_early for choice in self.log.choices):
+        if not self.attempts.done and not any(choice.ended_early for choice in self.log.choices):
             return
         stats = self._stats or decode_pb2.RequestStats()
-        if self.log.finish(finished_event(self.log, stats, self._attempts, self._timing)):
-            if self._routing is not None and not self._attempts.resumed:
-                predicted = self._routing.predicted(stats, self._attempts.address)
+        if self.log.finish(finished_event(self.log, stats, self.attempts, self._timing)):
+            if self._routing is not None and not self.attempts.resumed:
+                predicted = self._routing.predicted(stats, self.attempts.address)
                 self._gateway.metrics.routed(predicted, self.log.cached_tokens)
             self._commit_session(stats.prefill_address)
             self._release("finished", None)
@@ -381,7 +381,7 @@ class Request:
         ended = ended_request(
             self.log,
             self._stats,
-            self._attempts,
+            self.attempts,
             self._timing,
             request=self.name,
             api=self._api,
@@ -395,5 +395,5 @@ class Request:
     def _commit_session(self, prefill_address: str) -> None:
         session, prompt = self._session, self._prompt
         if session is not None and prompt is not None:
-            session.decode_address, session.prefill_address = self._attempts.address, prefill_address
+            session.decode_address, session.prefill_address = self.attempts.address, prefill_address
             session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)

@@ -365,6 +365,26 @@ def _(ended: Wrong, attempts: Attempts, error: BatonError, now: float, *, lost: 
 
 
 @_bug(
+    "silent-poison",
+    "nobody is suspected of a node that is lost without a word",
+    200,
+    Attempts,
+    "ended",
+    seed=15,
+)
+def _(ended: Wrong, attempts: Attempts, error: BatonError, now: float, *, lost: bool) -> None:
+    attempts.suspect = attempts.has_turn = False
+    attempts.failed_steps = 0
+    ended(attempts, error, now, lost=lost)
+
+
+@_bug("no-turns", "all suspects of a node that is lost count as the cause", 400, Attempts, "begin", seed=41)
+def _(begin: Wrong, attempts: Attempts, address: str) -> None:
+    begin(attempts, address)
+    attempts.has_turn = True
+
+
+@_bug(
     "other-choice", "a resumed choice continues another choice's output", 200, Attempts, "delivered", seed=26
 )
 def _(delivered: Wrong, attempts: Attempts) -> Delivered:

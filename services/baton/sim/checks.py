@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.plan import Logprobs
 from baton.sim.decode import SimDecode
-from baton.sim.model import POISON, Windows, prompt_logprobs, reference
+from baton.sim.model import POISONS, Windows, prompt_logprobs, reference
 from baton.sim.network import Network
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import Process, Worker
@@ -42,7 +42,7 @@ class Ledger:
         self._scenario = scenario
         self._accounts = {spec.number: _account(spec, scenario.windows) for spec in scenario.requests}
         specs = scenario.requests
-        self._poison = next((spec for spec in specs if spec.params.seed == POISON), None)
+        self._poison = next((spec for spec in specs if spec.params.seed in POISONS), None)
         self._ranked = any(machine.ranks > 1 for _, machine in (*scenario.prefill, *scenario.decode))
         self.tokens = 0
         self.resumed = 0

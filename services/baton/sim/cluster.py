@@ -15,7 +15,7 @@ from baton.sim.checks import Audit, Ledger
 from baton.sim.decode import SimDecode
 from baton.sim.faults import Fault
 from baton.sim.gateway import SimGateway
-from baton.sim.model import Escaped
+from baton.sim.model import Escaped, Killed
 from baton.sim.network import Endpoint, Network
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import Process, Worker
@@ -167,21 +167,24 @@ class Cluster:
     def _ended(self, process: Process, error: BaseException | None) -> None:
         """A process ends by itself. None: because another of its ranks has ended."""
         if isinstance(error, Escaped):
-            self._poisoned(process)
+            self._poisoned(process, silently=isinstance(error, Killed))
             return
         told = isinstance(error, RanksLost) and error.by_step
         seconds = _FAILED_SECONDS if told else 0.0
         self.world.at(seconds, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
-    def _poisoned(self, process: Process) -> None:
+    def _poisoned(self, process: Process, silently: bool) -> None:
         """A poison request ends a process. It ends two, and two others for each fault that may hide an
-        attempt's result."""
+        attempt's result. Without a word: each prefill node, a decode node by which it is suspected, and two
+        more."""
         self._ended_by_poison += 1
-        self.world.note(process.name, "an error has escaped the core")
+        self.world.note(process.name, "a signal ends it" if silently else "an error has escaped the core")
         struck = sum(fault.at <= self.world.now for fault in self.scenario.faults)
-        if self._ended_by_poison > 2 + 2 * struck:
+        unseen = 1 + len(self._prefill) if silently else 0
+        if self._ended_by_poison > unseen + 2 + (unseen + 2) * struck:
             raise Violation(f"poison: a request has ended {self._ended_by_poison} processes")
-        self.world.at(_FAILED_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
+        seconds = 0.0 if silently else _FAILED_SECONDS
+        self.world.at(seconds, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
     def _stop(self, process: Process) -> None:
         """A drained process hands back its requests, ends, and is restarted at once."""

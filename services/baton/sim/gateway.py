@@ -81,6 +81,8 @@ class _Node:
         for event in message.events:
             if event.HasField("draining"):
                 self.leaving = True
+            elif event.HasField("turn"):
+                gateway.take_turn(address, event)
             elif event.HasField("finished") or event.HasField("failed"):
                 self.owed.discard(event.request)
                 gateway.take_end(address, event)
@@ -88,6 +90,7 @@ class _Node:
     def _lost(self, error: BatonError) -> None:
         self.owed.clear()
         self._liveness.reset()
+        Attempts.node_lost([running.attempts for running in self._gateway.runs_at(self.address)])
         self._gateway.lose(self, unavailable(f"{self.address} was lost", "DECODE_LOST"))
 
     def _tick(self) -> None:
@@ -207,6 +210,13 @@ class SimGateway(Process):
         if running is not None:
             running.attempts.progress()
             self._append(running, delta)
+
+    def take_turn(self, address: str, event: decode_pb2.DecodeEvent) -> None:
+        running = self._current(address, event.request, event.attempt)
+        if running is not None:
+            running.attempts.has_turn = True
+            begin = decode_pb2.DecodeBegin(request=event.request, attempt=event.attempt)
+            self._nodes[address].link.send(decode_pb2.GenerateCommand(begin=begin))
 
     def take_end(self, address: str, event: decode_pb2.DecodeEvent) -> None:
         running = self._current(address, event.request, event.attempt)

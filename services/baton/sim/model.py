@@ -160,6 +160,9 @@ class SimPool:
 
 POISON = 2**63 + 1
 """The seed of a request whose steps end their process."""
+SILENT_POISON = 2**63 + 2
+"""The same, and the process has no time to say a word."""
+POISONS = (POISON, SILENT_POISON)
 
 
 def salted(head: int, entries: bytes) -> bytes:
@@ -185,6 +188,10 @@ class Escaped(BaseException):
     """An error that escapes the core."""
 
 
+class Killed(Escaped):
+    """A signal that ends the process at once."""
+
+
 class StepError(Exception):
     """A step that the device could not run."""
 
@@ -199,7 +206,8 @@ class Flight:
     error: str = ""
     lost: str = ""
     """Why the ranks do not go on together."""
-    poisoned: bool = False
+    poison: int = 0
+    """A seed of POISONS in it."""
     ended: Callable[[], None] | None = None
     """To be called once it is done: of a worker of several ranks nobody knows when."""
 
@@ -253,8 +261,8 @@ class SimRunner:
             raise CollectiveError(flight.lost)
         if flight.error:
             raise StepError(flight.error)
-        if flight.poisoned:
-            raise Escaped("poison")
+        if flight.poison:
+            raise Killed("poison") if flight.poison == SILENT_POISON else Escaped("poison")
         assert flight.result is not None, "a step was read before the device had run it"
         return flight.result
 
@@ -311,7 +319,8 @@ class SimRunner:
             )
             for row, (seen, wanted) in zip(plan.rows, views, strict=True)
         )
-        flight.poisoned = any(self._seeds[slot] == POISON for row in plan.rows for slot in row.sample)
+        seeds = (self._seeds[slot] for row in plan.rows for slot in row.sample)
+        flight.poison = next((seed for seed in seeds if seed in POISONS), 0)
         flight.result = StepResult(plan.number, rows)
 
     def accept(self, plan: StepPlan, tokens: Sequence[int]) -> None:

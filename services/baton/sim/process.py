@@ -20,7 +20,7 @@ from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
 from baton.sim.grammar import SimGrammar
-from baton.sim.model import ONE, VOCAB, Flight, SimPool, SimRunner, Windows
+from baton.sim.model import ONE, VOCAB, Flight, Killed, SimPool, SimRunner, Windows
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.ranks import Ranks
 from baton.sim.scheduler_rules import check_scheduler
@@ -263,7 +263,7 @@ class Worker(Process, WorkerShell[C]):
     def _end_with_error(self, error: BaseException) -> None:
         """Like worker.node: callers learn which requests may be the cause; then the process ends."""
         self.step_thread.alive = False
-        if not isinstance(error, RanksLost) or error.by_step:
+        if not isinstance(error, Killed | RanksLost) or (isinstance(error, RanksLost) and error.by_step):
             self.core.node_failed("an error has escaped the core")
         self.ending(error)
 

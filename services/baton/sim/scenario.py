@@ -11,7 +11,7 @@ from baton.engine.sampling import SamplingParams
 from baton.rpc.validate import MAX_STOP_TOKENS
 from baton.sim.faults import Fault, draw_babbles, draw_faults, draw_hangs
 from baton.sim.grammar import SPEC
-from baton.sim.model import ONE, POISON, VOCAB, Windows, reference
+from baton.sim.model import ONE, POISON, POISONS, SILENT_POISON, VOCAB, Windows, reference
 from baton.sim.process import Machine
 from baton.sim.transport import SLOWEST_PACE
 
@@ -69,7 +69,7 @@ class Scenario:
     def calm(self) -> float:
         """Time when the last fault, or poisonous request, has been over for a while."""
         ends = [fault.at + fault.seconds for fault in self.faults]
-        ends += [request.at for request in self.requests if request.params.seed == POISON]
+        ends += [request.at for request in self.requests if request.params.seed in POISONS]
         if any(machine.pull_pace == SLOWEST_PACE for _, machine in self.decode):  # overload while any lives
             ends += [request.at + request.timeout for request in self.requests if not request.probe]
         return max(ends, default=0.0) + CALM_SECONDS
@@ -135,11 +135,12 @@ def _poison(
 ) -> tuple[tuple[RequestSpec, ...], tuple[Fault, ...]]:
     """Now and then a request ends the processes that compute it; other faults are few then, for what is to
     become of the others to be known."""
-    if rng.random() < 0.9:
+    seed = POISON if rng.random() >= 0.9 else SILENT_POISON
+    if seed == SILENT_POISON and rng.random() < 0.8:
         return requests, faults
     chosen = rng.randrange(len(requests))
     spec = requests[chosen]
-    params = replace(spec.params, seed=POISON)
+    params = replace(spec.params, seed=seed)
     # A short prompt is computed by decode nodes, which end one after the other.
     prompt = spec.prompt[: rng.choice((2, len(spec.prompt)))]
     poison = replace(

@@ -173,6 +173,7 @@ def request_from(
         priority=start.priority,
         deadline=now + min(seconds, most_seconds),
         failed_steps=start.failed_steps,
+        suspect=isinstance(start, decode_pb2.DecodeStart) and start.suspect,
     )
 
 
