@@ -458,3 +458,10 @@ def test_experts_in_one_tensor_a_projection(variant, tmp_path):
         build(read_config(tmp_path), parameters)
         read_weights(tmp_path, parameters, lambda done, total: None)
         assert parameters.table.keys() == rank.table.keys() <= whole.keys()
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
+    model = save_checkpoint("deepseek-v3", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "kimi_k2"}))
+    check_logits(tmp_path, model)

@@ -137,6 +137,18 @@ def test_code_that_attends_otherwise_is_refused_before_weights_are_read(tmp_path
         load_model(tmp_path)
 
 
+def test_an_option_that_is_false_is_none(tmp_path):
+    save_checkpoint("it", tmp_path, variants={"it": (transformers.GraniteMoeSharedConfig, {})})
+    check_tensors(tmp_path)
+
+
+def test_heads_of_different_sizes_are_refused_in_plain_words(tmp_path):
+    config = pytest.importorskip("transformers.models.gemma4").Gemma4TextConfig
+    save_checkpoint("it", tmp_path, variants={"it": (config, {})})
+    with pytest.raises(ModelError, match="heads of different sizes are not supported"):
+        read_config(tmp_path)
+
+
 def test_attention_that_differs_from_that_of_transformers_is_found_when_the_model_is_loaded(tmp_path):
     save_checkpoint("gemma2", tmp_path, variants=ARCHITECTURES)
     model = load_model(tmp_path, implementation="transformers")

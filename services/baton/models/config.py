@@ -65,6 +65,8 @@ class ModelConfig:
 
 
 IMPLEMENTATIONS = ("auto", "baton", "transformers")
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Types of models in config.json that are another one under a name of their own."""
 SILU_ONLY = ("deepseek", "llama", "mixtures")
 """Modules of families that do not ask config.json for the activation."""
 NO_WINDOWS = frozenset(
@@ -99,8 +101,13 @@ def read_config(path: Path, context_length: int | None = None, implementation: s
             check_sizes(path, hf.to_dict())
             implementation = "baton"
         else:
-            check_sizes(path / "config.json", read_json(path / "config.json"))
-            hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            raw = read_json(path / "config.json")
+            check_sizes(path / "config.json", raw)
+            alias = ALIASES.get(raw.get("model_type", ""))
+            if alias is None:
+                hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            else:
+                hf = AutoConfig.for_model(alias, **{key: raw[key] for key in raw.keys() - {"model_type"}})
             named = (
                 value
                 for each in (hf, hf.get_text_config())
@@ -160,7 +167,7 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
         num_layers=text.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=_head_dim(text),
         rms_norm_eps=getattr(text, "rms_norm_eps", 0.0),
         context_length=most,
         tied=_is_tied(hf, path),
@@ -171,6 +178,13 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
         used_length=min(wanted_length or most, most),
         wrapper=wrapper,
     )
+
+
+def _head_dim(text: Any) -> int:
+    try:
+        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    except Exception as error:  # transformers refuses to name one value for layers that differ
+        raise ModelError("layers with heads of different sizes are not supported (head_dim)") from error
 
 
 def _is_tied(hf: Any, path: Path) -> bool:

@@ -233,7 +233,8 @@ class TransformersModel:
         def note(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: _Options) -> Tensor:
             if mask is not None or not getattr(module, "is_causal", True):
                 raise ModelError(f"{name}: its attention is not causal, or has a mask of its own")
-            unknown = {name for name, value in options.items() if value is not None} - _KNOWN
+            used = {name for name, value in options.items() if value is not None and value is not False}
+            unknown = used - _KNOWN
             if unknown:
                 raise ModelError(f"{name}: its attention has {', '.join(sorted(unknown))}")
             window = options.get("sliding_window") or None
