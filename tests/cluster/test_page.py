@@ -246,7 +246,7 @@ def test_try_it_streams_an_answer_with_the_arrival_of_each_token(page):
     page.find("#try-tokens").clear()
     page.find("#try-tokens").send_keys("4096")
     page.find("#try-send").click()
-    page.until(lambda: "max_tokens" in page.text("#try-note"), "why it is refused")
+    page.until(lambda: "maximum context length" in page.text("#try-note"), "why it is refused")
     page.until(lambda: "CONTEXT" in page.text("#failures") or page.text("#failures"), "the failure's reason")
     console(page.browser)  # the browser logs that the answer was 400
 
