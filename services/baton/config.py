@@ -223,7 +223,7 @@ class GatewayConfig(NodeConfig):
     """host:port that other gateways of this machine bind as well (SO_REUSEPORT): each connection goes to one
     of them. --port stays this process's own beside it. `baton up --gateways N` sets it."""
     shared_http: str = ""
-    """Likewise for HTTP."""
+    """As `shared`, for the HTTP port."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the HTTP API from browsers, such as https://chat.example.org; * is all;
     none: no other origin's."""

@@ -81,7 +81,7 @@ class GgufFile:
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, outermost dimension first."""
+        """Shape of a tensor, outermost dimension first."""
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
     def unpack(self, name: str, rows: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -96,7 +96,7 @@ class GgufFile:
         return str(self.tensors[name].tensor_type.name)
 
     def blocks(self, name: str, rows: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The same rows as they are stored: uint8 [rows, bytes]."""
+        """Rows of a tensor as they are stored: uint8 [rows, bytes]."""
         stored: np.ndarray[Any, np.dtype[np.uint8]] = self.tensors[name].data[rows]
         return stored
 

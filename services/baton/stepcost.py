@@ -41,7 +41,7 @@ class StepCost:
     """Seconds. Field names are those of node.proto and of profile files."""
 
     fixed: float
-    """Of any step."""
+    """Seconds of any step."""
     row: float
     """For each decode sequence."""
     key: float

@@ -145,7 +145,7 @@ class Fa3Attention(PagedAttention):
 
 
 def _arguments(options: AttentionOptions) -> dict[str, Any]:
-    """Of the kernel, for a layer's options."""
+    """Arguments of the kernel, for a layer's options."""
     found: dict[str, Any] = {}
     if options.scale is not None:
         found["softmax_scale"] = options.scale

@@ -19,7 +19,7 @@ from baton.kvcache.pool import KvPool
 from baton.layers.attention import AttentionOptions
 
 _RANK, _ROTATED = 512, 64
-"""Of every DeepSeek model."""
+"""The sizes of every DeepSeek model."""
 _FA3_PAGE = 32
 """Most tokens of a page as FA3 sees it; a page of the pool is several of them. For pages of 64 it takes its
 TMA kernels, which did not launch ("unknown error") where this was measured."""
@@ -45,7 +45,7 @@ class LatentPagedAttention(PagedAttention):
     def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
         super().__init__(pool, num_heads, options)
         self._caches = [keys.squeeze(2) for keys, _ in self._layers]
-        """Of each layer: [pages, page_size, rank + rotated]."""
+        """Latents of each layer: [pages, page_size, rank + rotated]."""
         self._scales = [each.scale or 0.0 for each in self._options]
         projections = self._options[0].latent
         self._rank = _RANK if projections is None else projections.rank

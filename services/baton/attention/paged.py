@@ -155,7 +155,7 @@ class GroupedAttention:
         longest: int = 1,
         host: HostRows | None = None,
     ) -> AttendPages:
-        """Of these rows; tables: int32 [rows, groups, pages], the rest as in PagedRows."""
+        """Attends for these rows only; tables: int32 [rows, groups, pages], the rest as in PagedRows."""
         of_groups = [PagedRows(table, lengths, starts, longest, host) for table in tables.unbind(1)]
         for backend, rows in zip(self._backends, of_groups, strict=True):
             backend.plan(rows)

@@ -28,12 +28,12 @@ class TorchLatentAttention:
         self._pool = pool
         self._options = options
         self._rows: list[tuple[slice, int, torch.Tensor]] = []
-        """Of each chunk: its tokens, keys of its last one, pages."""
+        """For each chunk its tokens, keys of its last one, pages."""
         self._single = 0
         self._table = torch.empty(0)
         self._lengths = torch.empty(0)
         self._pages = self._offsets = torch.empty(0)
-        """Of each token: where its latent is written."""
+        """For each token, where its latent is written."""
 
     def prepare(self, rows: Sequence[AttentionRow]) -> None:
         size = self._pool.layout.page_size

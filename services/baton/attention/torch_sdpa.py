@@ -98,14 +98,15 @@ class TorchAttention:
         self._pages_at_once = _GROUP_BYTES // page_bytes if pool.device.type == "cpu" else sys.maxsize
         self._rows: Sequence[AttentionRow] = ()
         self._starts: dict[int, int] = {}
-        """Of each row by its table's identity, which the row keeps."""
+        """First positions of each row by its table's identity, which the row keeps."""
         self._single = 0
         self._order: torch.Tensor | None = None
         self._groups: list[_Group] = []
         self._group_sizes: list[int] = []
         """Rows of each."""
         self._group_pages: tuple[tuple[torch.Tensor, ...], ...] = ()
-        """Of each layer and group: entries of `KvPool.halves`, [2, rows, kv heads, pages] flattened."""
+        """Page indices, for each layer and row group: entries of `KvPool.halves`, [2, rows, kv heads,
+        pages] flattened."""
         self._chunks: list[_Chunk] = []
         self._written = torch.empty(0)
         """[2, layers, tokens * kv heads]: the entries of `KvPool.vectors` that the step writes."""

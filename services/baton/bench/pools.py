@@ -25,7 +25,7 @@ from baton.worker.pool import first_byte, gpu_pool, join_parts, make_pool
 
 EXIT_SECONDS = 10.0
 Ranks = tuple[int, int]
-"""Of the owner, of the receiver. Several are on GPUs."""
+"""Ranks of the owner, of the receiver. Several are on GPUs."""
 ONE_EACH: Ranks = (1, 1)
 
 

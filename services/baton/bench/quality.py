@@ -20,10 +20,10 @@ WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of the tokens of all windows, the first of each excepted."""
+    """Scores of the tokens of all windows, without the first of each."""
 
     logprobs: list[float]
-    """Of each token, natural logarithm."""
+    """Natural logarithm of each token's probability."""
     greedy: list[int]
     """The likeliest token in its place."""
 

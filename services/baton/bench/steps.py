@@ -89,7 +89,7 @@ class StepTimes:
     batch: int
     context: int
     mean_context: float
-    """Of the measured steps; the context grows by one token per step."""
+    """Mean context length of the measured steps; the context grows by one token per step."""
     step_ms: float
     """Median: the TPOT of this batch."""
     runs_step_ms: list[float]

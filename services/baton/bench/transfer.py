@@ -83,7 +83,7 @@ class Slowdown:
 
     method: str
     seconds_alone: float
-    """Of one pass of the load."""
+    """Time of one pass of the load."""
     seconds_meanwhile: float
 
     @property

@@ -52,7 +52,7 @@ class Job:
     prompt: list[int]
     output_tokens: int
     seed: int
-    """Of sampling."""
+    """Seed of the requests' sampling."""
     thread: int = 0
     """Jobs of one thread are sent one after the other."""
     continues: bool = False
@@ -114,7 +114,7 @@ def _tokens(draw: np.random.Generator, vocabulary: int, count: int) -> list[int]
 
 
 def _prefix(work: Workload, vocabulary: int) -> list[int]:
-    """The same in all runs of a seed."""
+    """A shared prefix, equal in all runs of a seed."""
     return _tokens(np.random.default_rng((work.seed, work.shared_prefix)), vocabulary, work.shared_prefix)
 
 
@@ -146,7 +146,7 @@ class Workload:
     opening: int = 0
     """Tokens of a conversation's first turn in addition to `prompt_tokens`."""
     turns: Range = TURNS
-    """Of a conversation."""
+    """Turns of a conversation."""
     think: float = 2.0
     """Mean seconds between an answer and the next turn."""
     documents: int = 16

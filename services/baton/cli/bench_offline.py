@@ -68,7 +68,7 @@ def sizes(work: Workload, jobs: list[Job]) -> dict[str, Any]:
 
 
 def uncached(work: Workload) -> Workload:
-    """The same requests in a prefix-cache namespace of their own."""
+    """The requests of `work` in a prefix-cache namespace of their own."""
     return replace(work, namespace=secrets.token_hex(8))
 
 

@@ -216,7 +216,7 @@ class Deployment:
 
 
 def _gpus(plan: DeploymentPlan, workers: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Of the workers that take any GPU; one whose device has an index sees all."""
+    """Chooses a GPU for each worker that takes any; one whose device has an index sees all."""
     settings = {role: plan.settings.get(role, {}) for role in ("prefill", "decode")}
     ranks = {
         name: int(settings[role].get("tp", 1))

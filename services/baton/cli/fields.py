@@ -125,7 +125,7 @@ def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _items(value: str | Collection[str]) -> tuple[str, ...]:
-    """Of one or several texts, separated by commas."""
+    """The items of one or several texts, separated by commas."""
     texts = [value] if isinstance(value, str) else value
     return tuple(item.strip() for text in texts for item in text.split(",") if item.strip())
 

@@ -23,7 +23,7 @@ class NodeReport:
     info: node_pb2.NodeInfo | None = None
     load: node_pb2.Load | None = None
     health: str = "UNREACHABLE"
-    """Of gRPC health ("SERVING", "NOT_SERVING"), or "UNREACHABLE"."""
+    """Status of gRPC health ("SERVING", "NOT_SERVING"), or "UNREACHABLE"."""
     error: str = ""
 
 

@@ -110,7 +110,8 @@ async def start_progress(children: Sequence[Child], console: Console) -> AsyncIt
 
 
 KEPT_FOLDERS = 8
-"""Of ended deployments. Older ones are removed when the next deployment starts."""
+"""How many log folders of ended deployments are kept. Older ones are removed when the next deployment
+starts."""
 MAX_LOG_BYTES = 16 * 2**20
 """A longer log is moved to NAME.log.1, which is replaced."""
 ROTATE_SECONDS = 1.0

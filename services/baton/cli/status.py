@@ -90,7 +90,7 @@ def _leases(report: NodeReport) -> str:
 
 
 def _peers(report: NodeReport) -> str:
-    """How many of its peers are connected."""
+    """How many peers of the process are connected, as text."""
     info = report.info
     peers = [peer for peer in info.peers if peer.role != info.role] if info is not None else []
     return f"{sum(peer.connected for peer in peers)} of {len(peers)}" if peers else ""

@@ -58,16 +58,16 @@ OWN = (
 )
 """Fields that `baton up` sets itself."""
 FLAGS = ("host", "port", "http_port", "drain_seconds")
-"""Those of them that are its flags, too."""
+"""Fields of the gateway's configuration that are flags of `baton up`, too."""
 ADDRESSES = ("advertise", "tokenizer", "prefill", "decode")
-"""Those that a file may have for `baton serve`, and that have no effect here."""
+"""Fields that a configuration file may have for `baton serve`, and that have no effect here."""
 LEAST_PAGE = 16
 """Tokens of a page where nothing else is said, on a CPU; on a GPU they are more."""
 
 
 NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
 CHECK_SECONDS = 300
-"""Of a check, which takes about 5 s where torch has been read before."""
+"""Time limit of the check before the start, which takes about 5 s where torch has been read before."""
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu"),
     "tp": (1,),

@@ -103,7 +103,8 @@ class AsyncClient:
             return await stream.completion()
 
     def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> AsyncStream:
-        """The same, piece by piece; begins with the first read. Closing it before its end cancels it."""
+        """Streams the answer piece by piece; begins with the first read. Closing it before its end
+        cancels it."""
         start = make_start("0", prompt, options)
         call = self._generate(call_timeout(options))
 

@@ -91,7 +91,7 @@ class Client:
             return stream.completion()
 
     def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Stream:
-        """The same, piece by piece. Closing the stream before its end cancels the request."""
+        """Streams the answer piece by piece. Closing the stream before its end cancels the request."""
         start = make_start("0", prompt, options)
         call = self._stub.Generate(iter([start]), timeout=call_timeout(options), metadata=self._metadata)
         return Stream(call, Collector("0", options), call.cancel)

@@ -52,11 +52,11 @@ class Message(TypedDict):
     name: NotRequired[str]
     """The author's."""
     tool_calls: NotRequired[Sequence[ToolCall]]
-    """Of an assistant's message."""
+    """Calls in an assistant's message."""
     tool_call_id: NotRequired[str]
-    """Of a tool's message: the call whose result it is."""
+    """In a tool's message: the call whose result it is."""
     reasoning: NotRequired[str]
-    """Of an assistant's message: what it wrote before its answer."""
+    """In an assistant's message: what the model wrote before its answer."""
 
 
 class Tool(TypedDict):
@@ -176,7 +176,7 @@ class Delta:
     stop_matched: str
     """The stop string that ended the choice, if one did."""
     reasoning: str = ""
-    """Of messages: what comes before the answer."""
+    """For chat messages: what the model writes before the answer."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Each is whole. In a delta, reasoning comes before text, and text before calls."""
 
@@ -237,21 +237,21 @@ class Completion:
     stats: Stats | None = None
 
     response_format: ResponseFormat | None = None
-    """That of the request."""
+    """The request's response format."""
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """Text of the first choice."""
         return self.choices[0].text
 
     @property
     def reasoning(self) -> str:
-        """Of the first choice."""
+        """Reasoning of the first choice."""
         return self.choices[0].reasoning
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """Of the first choice."""
+        """Tool calls of the first choice."""
         return self.choices[0].tool_calls
 
     @property
@@ -271,12 +271,12 @@ class Completion:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first choice."""
+        """Token ids of the first choice."""
         return self.choices[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Of the first choice."""
+        """Finish reason of the first choice."""
         return self.choices[0].finish_reason
 
 
@@ -306,7 +306,7 @@ class Embeddings:
 
     vectors: list[list[float]]
     prompt_tokens: int
-    """Of all inputs."""
+    """Tokens of all inputs."""
     cached_tokens: int
     """Leading prompt tokens found in prefix trees."""
 

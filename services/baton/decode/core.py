@@ -59,7 +59,7 @@ class DecodeCore:
     observe: Callable[[], None] = lambda: None
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
     page_bytes: int = 0
-    """Of a page, for the recorder."""
+    """Bytes of a page, for the recorder."""
     unfinished: dict[Key, DecodeRequest] = field(default_factory=dict)
     peers: dict[str, Peer] = field(default_factory=dict)
     counters: DecodeCounters = field(default_factory=DecodeCounters)

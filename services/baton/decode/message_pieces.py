@@ -12,7 +12,7 @@ from baton.v1 import common_pb2, decode_pb2
 TOKENS_PER_PIECE = PIECE_BYTES // 8
 """A token id takes up to five bytes."""
 ENTRY_BYTES = 8
-"""Of a part within its message: its tag and its length."""
+"""Bytes that a part adds to its message: its tag and its length."""
 _BEFORE_TOKENS = ("prompt_logprobs", "prompt")
 
 

@@ -34,7 +34,7 @@ class RequestRecording:
     def pulled(
         self, kind: Kind, name: AttemptName, address: str, pages: int, step: int, error: str | None
     ) -> None:
-        """Of the hand-off: a pull has begun or ended."""
+        """Records that a pull of the hand-off has begun or ended."""
         text, size = address, 0
         if kind is Kind.PULL_ENDED:
             peer = self.peers.get(address)

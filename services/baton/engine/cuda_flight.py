@@ -22,15 +22,15 @@ class CudaFlight:
     result: torch.Tensor | None = None
     """int32 [sampled slots, 2]: the token, and the bits of the largest logit."""
     places: list[int] | None = None
-    """Of a decode step whose rows were computed in another order: each row's place in it, by which all of
-    its samples are counted."""
+    """For a decode step whose rows were computed in another order: each row's index in it, by which all
+    of its samples are counted."""
     samples: Samples | None = None
     """Samples whose log-probabilities are needed too."""
     prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
     """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
     masks: Masks | None = None
-    """Of its rows with a grammar, whose matchers learn their tokens when it is read."""
+    """Masks of its rows with a grammar, whose matchers learn their tokens when it is read."""
     late: Callable[[], None] | None = None
     """Enqueues its sampling, once the step before it has been read. None: it is enqueued."""
     failed: Exception | None = None

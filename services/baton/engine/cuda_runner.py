@@ -76,7 +76,7 @@ class CudaRunner:
         self._pool = pool
         self._device = pool.device
         self._communicator, self._samples = model.communicator, model.shard.rank == 0
-        """Of several ranks only rank 0 samples, and has results."""
+        """Only rank 0 samples and has results."""
         width = -(-context_length // pool.layout.page_size)
         groups = pool.layout.groups
         self._slots = DeviceSlots(max_slots, width, pool.num_pages, self._device, len(groups))
@@ -250,7 +250,7 @@ class CudaRunner:
         self._choose(inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, last, inputs.result)
 
     def _sample_masked(self, inputs: Inputs) -> None:
-        """The same under masks. Captured in a graph."""
+        """Samples under grammar masks. Captured in a graph."""
         self._choose(
             inputs.logits,
             inputs.temperatures,

@@ -40,7 +40,8 @@ class Edits:
 
 
 def edits(states: SlotStates, slots: Slots, masked: Sequence[int] = ()) -> Edits:
-    """Of the sampled slots, in their order. In the rows `masked`, masks say what min_tokens forbids."""
+    """Edits of the sampled slots, in their order. In the rows `masked`, masks say what min_tokens
+    forbids."""
     waiting = states.output_length[slots] < states.min_tokens[slots]
     constrained = np.zeros(len(slots), np.bool_)
     constrained[list(masked)] = True
@@ -216,7 +217,7 @@ def prompt_logprobs(
 
 
 def logprobs_to_host(logprobs: TokenLogprobs) -> TokenLogprobs:
-    """The same in pinned memory, once all that is enqueued now has run."""
+    """Copies log-probabilities to pinned memory; they are valid, once all that is enqueued now has run."""
     return TokenLogprobs(
         to_host(logprobs.tokens),
         to_host(logprobs.chosen),

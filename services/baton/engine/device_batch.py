@@ -90,7 +90,7 @@ Changes = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
 """Entries of the slots' memory to write, and their values."""
 
 _ALIGNMENT = 64
-"""Of the page tables, in entries."""
+"""Alignment of the page tables, in entries."""
 
 
 class DeviceSlots:

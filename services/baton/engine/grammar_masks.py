@@ -50,7 +50,7 @@ class Output:
 
 @dataclass(slots=True)
 class Masks:
-    """Of one step. `rows`, indices into the sampled slots, ascending."""
+    """Grammar masks of one step. `rows`, indices into the sampled slots, ascending."""
 
     rows: list[int]
     outputs: list[Output]
@@ -92,7 +92,7 @@ class Masks:
             output.unread += 1
 
     def sampled(self, tokens: Iterable[int]) -> None:
-        """These tokens [rows] were."""
+        """Tells the matchers which tokens [rows] were sampled."""
         for output, token in zip(self.outputs, tokens, strict=True):
             output.unread -= 1
             output.tokens.append(token)
@@ -143,7 +143,7 @@ class GrammarMasks:
     def begin(
         self, slots: Sequence[int], rows: list[int], forbidden: Mapping[int, Sequence[int]]
     ) -> Future[Masks]:
-        """The same as `compute`, in another thread if that may take long."""
+        """Begins what `compute` does, in another thread if that may take long."""
         if self._typical < CHEAP_SECONDS:
             done: Future[Masks] = Future()
             done.set_result(self.compute(slots, rows, forbidden))

@@ -78,7 +78,7 @@ class IdleSteps:
             calibration.add(step_load((row,)), seconds)
 
     def _tokens(self, calibration: CostCalibration | None) -> int:
-        """Of a chunk."""
+        """Number of tokens of the next chunk."""
         most = min(self._limits.token_budget, self._limits.context_length - 1)
         for tokens in CHUNKS:
             load = StepLoad(prefill_tokens=tokens, attention_pairs=chunk_pairs(0, tokens))

@@ -29,7 +29,7 @@ class Flight:
     number: int
     rows: tuple[PlanRow, ...]
     samples: Samples | None
-    """Of all sampling rows' slots, in the order of the plan."""
+    """Samples of all sampling rows' slots, in the order of the plan."""
     prompts: dict[int, list[TokenLogprobs]]
     """Prompt log-probabilities, by the row's place in the plan."""
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class ModelRunner:
         shared = pool.heads != (0, pool.layout.num_kv_heads) or pool.layout.parts == 1
         self._pool_shared = shared and self._communicator is not None and pool.device.type == "cpu"
         self._sampler = Sampler(max_slots, self.vocab_size, self._device) if model.shard.rank == 0 else None
-        """Of several ranks only rank 0 samples, and has results."""
+        """Only rank 0 samples and has results."""
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
 
     @property
@@ -120,7 +120,8 @@ class ModelRunner:
         return event
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Of ranks that hold the same heads in one pool the first copies, and the others wait for it."""
+        """Copies pages. If several ranks hold the same heads in one pool, the first copies and the others
+        wait for it."""
         if not self._pool_shared or self._model.shard.keeps(self._model.kv.heads):
             for source, destination in pairs:
                 self._pool.copy_page(source, destination)

@@ -80,7 +80,7 @@ class PlanRow:
     """Only in a prompt chunk: the token that follows each of this row's positions (one less where the
     prompt ends). The log-probability of each under its position's logits is wanted."""
     prompt_top: int = 0
-    """How many most likely tokens to report beside each of them."""
+    """How many most likely tokens to report beside each prompt token."""
     pooling: Pooling | None = None
     """Only in a prompt chunk of an embedding, which samples nothing: the row's last final hidden state, or
     the sum of all, is wanted."""
@@ -140,7 +140,8 @@ class RowResult:
     reason: str = "BAD_LOGITS"
     """Its machine-readable form."""
     logprobs: tuple[Logprobs | None, ...] = ()
-    """Of each token under the unmodified logits, where params.logprobs is not None; empty: of none."""
+    """Log-probabilities of each token under the unmodified logits, where params.logprobs is not None;
+    empty: of none."""
     pooled: Vector | None = None
     """float32 [hidden], where PlanRow.pooling is set."""
 

@@ -27,7 +27,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     seed: int = 0
-    """Of choice 0, 0 <= seed < 2**64; choice i uses (seed + i) mod 2**64."""
+    """Seed of choice 0, 0 <= seed < 2**64; choice i uses (seed + i) mod 2**64."""
     max_tokens: int = 1
     """Output tokens at most, including those delivered by earlier attempts."""
     min_tokens: int = 0

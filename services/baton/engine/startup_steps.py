@@ -30,7 +30,8 @@ left."""
 MAX_LOGPROBS = 20
 """As in the contract."""
 DECODE_CONTEXT = 1024
-"""Of the decode rows of `largest_steps`, at most: the pool would not hold the longest context for all."""
+"""Context of the decode rows of `largest_steps`, at most: the pool would not hold the longest context for
+all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from baton.engine.sampler_ops import row_keys
 from baton.stepcost import StepCost
 
 _ONE_TOKEN = RowResult((0,))
-"""Of most rows with a vocabulary of one; nobody changes it."""
+"""The result of most rows with a vocabulary of one; nobody changes it."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ MAX_ID_CHARACTERS = 128
 MAX_NAME_CHARACTERS = 256
 MAX_PRIORITY = 100
 MAX_INPUTS = 2048
-"""Of a request for embeddings."""
+"""Inputs of a request for embeddings."""
 MAX_TOKEN_BYTES = 256
 """Longest token of any vocabulary. A text with more bytes than this for each token of the context is
 refused without encoding, which would take seconds."""
@@ -65,7 +65,8 @@ def _bounds_calls(chat: tokenizer_pb2.ChatPrompt) -> bool:
 def check_embed(
     request: inference_pb2.EmbedRequest, config: GatewayConfig, model: node_pb2.ModelInfo | None
 ) -> None:
-    """Likewise, for everything but `dimensions`, which the node knows that computes them."""
+    """Checks a request for embeddings before any work starts, for everything but `dimensions`, which the
+    node knows that computes them."""
     check_model(request.model, model)
     check_enums(request)
     if not 1 <= len(request.inputs) <= MAX_INPUTS:

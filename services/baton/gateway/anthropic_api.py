@@ -39,7 +39,7 @@ _FIELDS = {
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs.enable_thinking": "thinking",
 }
-"""Of variables that the template does not read: the fields that they came from."""
+"""Request fields of chat template variables, for hints when the template does not read them."""
 _STOP = {
     common_pb2.FINISH_REASON_STOP: "end_turn",
     common_pb2.FINISH_REASON_LENGTH: "max_tokens",

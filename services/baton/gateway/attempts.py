@@ -13,7 +13,8 @@ from baton.rpc.errors import BatonError, internal, unavailable
 from baton.v1 import decode_pb2
 
 BACKOFF_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.0)
-"""Of a node after its failures one after the other, the last for all further ones."""
+"""Seconds before a node is tried again after its failures one after the other, the last for all further
+ones."""
 STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
 """Reasons of a decode node: a step with the request failed, or the node ended with it."""
 MAX_FAILED_STEPS = 2

@@ -24,7 +24,7 @@ class CacheView:
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self.incarnation = 0
         self.sequence = 0
-        """Of the last change known."""
+        """Number of the last change known."""
         self.page_size = 0
         """0: the node has not reported its tree yet."""
         self.load: node_pb2.Load | None = None

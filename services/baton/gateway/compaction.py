@@ -78,8 +78,8 @@ async def bound(gateway: Gateway, start: inference_pb2.GenerateStart, api_key: A
 
 
 class CompactAnswer(TypedAnswer):
-    """Of a model that has only reasoned (about the conversation, after all), the reasoning is the summary: a
-    client that cannot compact cannot go on."""
+    """The answer of `/v1/responses/compact`. If a model has only reasoned, the reasoning is the summary:
+    a client that cannot compact cannot go on."""
 
     def __init__(self, start: inference_pb2.GenerateStart) -> None:
         self._name = uuid.uuid4().hex

@@ -110,7 +110,7 @@ class DecodePeer:
         self._sinks: dict[int, TokenSink] = {}
         self._cancelled: set[int] = set()  # requests whose terminal event the node has not sent yet
         self._prompts: dict[int, decode_pb2.PromptDone] = {}
-        """Of requests whose prompt's log-probabilities have come in part."""
+        """Requests whose prompt's log-probabilities have come in part."""
         self._liveness = Liveness(silence)
         self._ticking: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None

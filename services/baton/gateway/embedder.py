@@ -24,7 +24,7 @@ GROUP_PROMPTS = 32
 GROUP_TOKENS = 2**14
 """A call of a node has at most so many prompts, and no further one once it has so many tokens."""
 MAX_CALLS = 16
-"""Of one request, at a time."""
+"""Calls of one request at a time."""
 RETRY_SECONDS = 0.1
 MAX_FAILED_STEPS = 2
 """A prompt may be the cause of the steps that fail."""

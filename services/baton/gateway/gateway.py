@@ -79,7 +79,7 @@ class Gateway:
         self._idle.set()
         self._draining = False
         self._totals = node_pb2.Load()
-        """Of the requests that ended."""
+        """Sums of the requests that ended."""
 
     # Life.
 
@@ -240,7 +240,7 @@ class Gateway:
     def routing(
         self, number: int, tokens: Sequence[int], namespace: str, session: Session | None
     ) -> RequestRouting:
-        """Of the request of this number."""
+        """The routing of the request with this number."""
         prompt = PromptPages(tokens, namespace)
         last = (session.decode_address, session.prefill_address) if session is not None else ()
         return RequestRouting(self.router, number, prompt, *last)

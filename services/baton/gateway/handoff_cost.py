@@ -173,7 +173,7 @@ class Split:
         self._metrics = metrics
         self._clock = clock
         self._bias = {"split": PredictionBias(), "local": PredictionBias()}
-        """Of the time to the first token."""
+        """Bias of the predicted time to the first token."""
 
     def decide(
         self, decode: NodeLoad, prefill: NodeLoad | None, tokens: int, hand_off: bool | None = None

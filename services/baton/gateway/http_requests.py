@@ -69,8 +69,8 @@ class BodyReader:
     async def read_starts(
         self, request: Request, kind: type[Model], convert: Callable[[Model], _Starts]
     ) -> Body[Model, _Starts]:
-        """Likewise. A prompt that is too long is refused in the thread: the event loop would copy it once
-        more."""
+        """Reads an HTTP body into requests to start. A prompt that is too long is refused in the thread:
+        the event loop would copy it once more."""
 
         def checked(model: Model) -> _Starts:
             with naming_grammar_field(getattr(model, "grammar_field", GRAMMAR_PARAM)):

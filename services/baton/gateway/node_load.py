@@ -53,7 +53,7 @@ class Work:
     rows: int = 0
     """Sequences in its batch, waiting for it, or under way to it (decode)."""
     running: int = 0
-    """Of these, sequences in steps now: their prompts have been computed."""
+    """Sequences in steps now, as a part of the node's rows: their prompts have been computed."""
     context_tokens: int = 0
     """Context tokens of the running sequences together."""
 

@@ -53,7 +53,7 @@ class RequestBatch:
         self._unaccepted = set(self._left)
         self._taken: deque[tuple[int, Event]] = deque()
         self.prompt_tokens = 0
-        """Of all prompts that have been accepted."""
+        """Number of tokens of all prompts that have been accepted."""
 
     @property
     def prompts(self) -> int:

@@ -40,7 +40,7 @@ _REPLAYED = {
     "parsed": "is the content once more",
     "reasoning_details": "is another server's form of the reasoning",
 }
-"""Of an answer that comes back as history."""
+"""Fields of an answer that may come back as history."""
 
 
 class JsonSchema(Strict):

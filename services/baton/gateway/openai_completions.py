@@ -87,7 +87,7 @@ class CompletionAnswer(Answer):
         return sum(values) / max(1, len(values))
 
     def _cut(self, delta: inference_pb2.Delta) -> inference_pb2.Delta:
-        """Of a delta, what is given out."""
+        """The part of a delta that is given out."""
         if not self._drops_output:
             return delta
         return inference_pb2.Delta(choice=delta.choice, finish_reason=common_pb2.FINISH_REASON_LENGTH)

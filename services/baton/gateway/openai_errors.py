@@ -39,7 +39,8 @@ _CONTEXT_REASONS = ("CONTEXT_LENGTH_EXCEEDED", "PROMPT_TOO_LONG", "TOO_MANY_TOKE
 CONTEXT_CODE = "context_length_exceeded"
 """OpenAI's code for these."""
 GRAMMAR_PARAM = "response_format"
-"""Of chat; `http_requests.naming_grammar` knows other fields that a grammar may come from."""
+"""The field of chat requests that holds the grammar; `http_requests.naming_grammar` knows other fields
+that a grammar may come from."""
 
 
 class ApiError(Exception):
@@ -77,7 +78,7 @@ def from_baton(error: BatonError) -> ApiError:
 
 
 def of_prompt(error: BatonError, number: int, count: int) -> ApiError:
-    """Likewise, for prompt `number` of `count` in one HTTP request."""
+    """The error in OpenAI's form, for prompt `number` of `count` in one HTTP request."""
     api = from_baton(error)
     param = api.param
     if count > 1 and param is not None and (param + "[").startswith("prompt["):

@@ -34,7 +34,7 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 @dataclass(slots=True)
 class Reading:
-    """Of one body, as pydantic's context."""
+    """State of reading one body, passed as pydantic's context."""
 
     omit_images: bool = False
     ignored: set[str] = field(default_factory=set)

@@ -18,7 +18,8 @@ from baton.rpc.validate import MAX_CHOICES, check_sampling
 from baton.v1 import common_pb2, inference_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""Of /v1/completions, as OpenAI documents it. Chat answers may use what the context still holds."""
+"""Default of `max_tokens` in /v1/completions, as OpenAI documents it. Chat answers may use what the
+context still holds."""
 MAX_PROMPTS = 256
 """In one request."""
 

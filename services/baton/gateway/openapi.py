@@ -67,7 +67,7 @@ _MODULES = {
     "responses_items": "Responses",
     "responses_protocol": "Responses",
 }
-"""Of models of the same name: what stands before it."""
+"""Prefixes that tell apart models of the same name."""
 _OPENAI_ERROR = {
     "type": "object",
     "required": ["error"],

@@ -19,7 +19,7 @@ _PLACES = {Reasoning: 0, Text: 1, Call: 2}
 
 
 class ParsedOutput:
-    """Of one choice. most_calls: after so many the choice is complete; 0: no limit."""
+    """The parsed output of one choice. most_calls: after so many the choice is complete; 0: no limit."""
 
     def __init__(self, parser: Reader, most_calls: int) -> None:
         self.calls = 0

@@ -21,7 +21,7 @@ class Prepared:
     prompt: Prompt
     vocabulary: Vocabulary
     fingerprint: str
-    """Of the model that the prompt was encoded for."""
+    """Fingerprint of the model that the prompt was encoded for."""
     sampling: common_pb2.SamplingParams
     outputs: OutputParsers | None
     """None: the output is plain text."""

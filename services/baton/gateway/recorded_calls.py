@@ -19,7 +19,7 @@ class RecordedCall:
     name: str
     """As in the log."""
     tokens: int = 0
-    """Of its prompts, once they are known."""
+    """Tokens of its prompts, once they are known."""
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class Request:
         )
         self._routing: RequestRouting | None = None
         self._fingerprint = ""
-        """Of the model that the prompt was encoded for."""
+        """Fingerprint of the model that the prompt was encoded for."""
         self.admitted = False
         """A decode node has said so. Only of requests that come by HTTP."""
         self._accepted = self._prompt_done = False

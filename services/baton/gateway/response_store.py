@@ -45,9 +45,9 @@ class ResponseStore:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         """The oldest first, which expires first."""
         self._ids: dict[bytes, dict[str, None]] = {}
-        """Of each owner, the oldest first."""
+        """Response ids of each owner, the oldest first."""
         self._bytes: Counter[bytes] = Counter()
-        """Of each owner."""
+        """Stored bytes of each owner."""
         self._lock = RLock()
 
     def put(

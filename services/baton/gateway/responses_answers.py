@@ -33,7 +33,7 @@ class Growing:
     part: str
     """Type of the part."""
     event: str
-    """Of its text."""
+    """Event type of its text."""
     part_event: str
     index: str
     more: Json = field(default_factory=dict)

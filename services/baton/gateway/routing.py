@@ -205,7 +205,7 @@ class RequestRouting:
         self._decision: Decision | None = None
         self._sent_at = 0.0
         self._loads: dict[str, NodeLoad] = {}
-        """Of the nodes among which the last attempt was placed."""
+        """Loads of the nodes among which the last attempt was placed."""
 
     def pick_decode(self, addresses: Sequence[str]) -> str:
         """Chooses from at least one address."""

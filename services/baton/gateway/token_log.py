@@ -344,7 +344,7 @@ def fill_token_bytes(logprobs: Sequence[common_pb2.PositionLogprobs], vocabulary
 
 
 def new_log(start: inference_pb2.GenerateStart) -> TokenLog:
-    """Of an unchecked request: what the log keeps is bounded here."""
+    """The token log of an unchecked request; what the log keeps is bounded here."""
     sampling = start.sampling
     return TokenLog(
         start.id,

@@ -120,7 +120,7 @@ def add_tokens(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
 
 def _answer(ids: Sequence[int], max_model_len: int, vocabulary: Vocabulary | None) -> bytes:
-    """Of /tokenize, as JSON. vocabulary: for the texts of the tokens, where they are asked for."""
+    """Answer of /tokenize, as JSON. vocabulary: for the texts of the tokens, where they are asked for."""
 
     def written(value: Callable[[int], int | str]) -> bytes:
         pieces = (ids[first : first + PIECE] for first in range(0, len(ids), PIECE))

@@ -36,10 +36,10 @@ VOCABULARY_SECONDS = 60.0
 """Time for a vocabulary to arrive."""
 
 TEXTS_PER_CALL = 64
-"""Of `encode_texts`: other gateways' prompts come between its calls."""
+"""Texts in one call of `encode_texts`, so that other gateways' prompts come between its calls."""
 
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-"""Of a call. CANCELLED is of a tokenizer that stops."""
+"""Status codes of a call whose tokenizer has gone. CANCELLED comes from one that stops."""
 
 _log = get_logger()
 
@@ -124,9 +124,9 @@ class Tokenizer:
     def __init__(self, wait_seconds: float, dial: Dial = open_channel) -> None:
         self.nodes: dict[str, TokenizerPeer] = {}
         self.vocabulary: Vocabulary | None = None
-        """Of the tokenizers that are or were last connected; None: none yet."""
+        """Vocabulary of the tokenizers that are or were last connected; None: none yet."""
         self.model: node_pb2.ModelInfo | None = None
-        """Likewise."""
+        """Model of the tokenizers that are or were last connected; None: none yet."""
         self._wait_seconds = wait_seconds
         self._dial = dial
         self._turn = count()

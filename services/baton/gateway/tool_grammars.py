@@ -266,7 +266,7 @@ def _pattern(text: str) -> str:
 
 
 def _without(marks: Sequence[str], text: str = "(?s:.*)") -> str:
-    """Of the text, what has none of the marks."""
+    """A pattern for that part of the text that has none of the marks."""
     return f"/{text}/ & ~/(?s:.*)({'|'.join(map(_pattern, marks))})(?s:.*)/"
 
 

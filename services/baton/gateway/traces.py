@@ -73,8 +73,8 @@ class Traces:
     async def timelines(
         self, names: Collection[Name], gateway_only: bool = False
     ) -> tuple[list[Timeline], list[str]]:
-        """Of those that this gateway remembers, in the order of `names`; and the processes that did not
-        answer."""
+        """Timelines of those that this gateway remembers, in the order of `names`; and the processes that
+        did not answer."""
         own: dict[Name, list[Event]] = {name: [] for name in names}
         for event in self._recorder.of(names):
             own[event.gateway, event.request].append(event)

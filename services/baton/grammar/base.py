@@ -20,9 +20,9 @@ class GrammarSpec:
 
     kind: Kind
     text: str = ""
-    """Of kinds json_schema, regex and lark."""
+    """The grammar's text, for kinds json_schema, regex and lark."""
     choices: tuple[str, ...] = ()
-    """Of kind choice."""
+    """The choices, for kind choice."""
 
 
 class GrammarError(Exception):

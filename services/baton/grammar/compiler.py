@@ -16,8 +16,9 @@ CAPACITY = 128
 """Grammars that are kept, and that may wait to be compiled."""
 THREADS = 2
 STACK_BYTES = 2**28
-"""Of a compiling thread; address space, which takes memory only when it is used. The library recurses once
-for each rule of a chain, with about 3 kB: a grammar of MAX_GRAMMAR_BYTES (rpc.validate) has room in it."""
+"""Stack size of a compiling thread; address space, which takes memory only when it is used. The library
+recurses once for each rule of a chain, with about 3 kB: a grammar of MAX_GRAMMAR_BYTES (rpc.validate)
+has room in it."""
 
 Outcome = Grammar | GrammarError
 

@@ -12,14 +12,14 @@ from baton.grammar.json_reach import each_schema, refers
 from baton.grammar.json_schema import Exact, SchemaError, rewrite
 
 Value = Any
-"""Of JSON, or Exact."""
+"""A JSON value, or Exact."""
 WHITESPACE = r"[ \n\r\t]{1,20}"
 """Between the tokens of a JSON text: enough to indent it. Without a limit some models write spaces for
 ever."""
 _TOKENS = re.compile(
     r'"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<keyword>%(?:json|regex|llguidance))\s*'
 )
-"""Of Lark: strings, comments, expressions, special tokens, and what is followed by JSON."""
+"""Tokens of Lark: strings, comments, expressions, special tokens, and what is followed by JSON."""
 _DEFINITIONS = ("$defs", "definitions")
 
 

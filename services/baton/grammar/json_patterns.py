@@ -29,7 +29,7 @@ _DIGITS = re.compile(
     r"\\d(?:\*|\{0,(?P=whole)\})\\\.\\d(?:\*|\{0,(?P<places>\d+)\})0\*\$\)"
 )
 _MOST_DIGITS = 64
-"""Of a Decimal: the pattern grows with them."""
+"""Most digits of a Decimal: the pattern grows with them."""
 _ESCAPE = re.compile(r"\\k<|\\.", re.DOTALL)
 _CLASS = re.compile(r"\[[^\]]*\]")
 _AROUND = re.compile(r"\(\?<?[=!]")

@@ -18,16 +18,16 @@ from baton.grammar.json_patterns import without_look_around
 from baton.grammar.json_reach import IN_MAPS, MAX_ITEMS, check_width, steps, unresolved, without_endless
 
 Value = Any
-"""Of JSON."""
+"""A JSON value."""
 
 MAX_INTEGER = 2**53
 MAX_FLOAT = 1e15
 """Beyond these no number reaches the library as a number."""
 MAX_COUNT = 2**31 - 1
-"""Of characters, items or properties: no output has more."""
+"""Most characters, items or properties: no output has more."""
 MAX_MULTIPLE = 2**32 - 1
 MAX_DEPTH = 128
-"""Of nested values; the library's own limit."""
+"""Most levels of nested values; the library's own limit."""
 
 _FLOATS = {
     int(each) for each in (1.7976931348623157e308, 3.4028234663852886e38, 3.4028235e38, 7.922816251426434e28)
@@ -76,7 +76,7 @@ _APPLICATORS = {
     *_CONDITIONS,
 }
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-"""Those that the library enforces; all others are annotations."""
+"""Formats that the library enforces; all others are annotations."""
 
 
 class SchemaError(ValueError):
@@ -93,7 +93,7 @@ class Exact:
 @dataclass(frozen=True, slots=True)
 class Rewritten:
     schema: Value
-    """Of JSON, but for Exact in const and enum."""
+    """The schema as JSON values, but for Exact in const and enum."""
     unenforced: list[str]
     """What the library refuses in it: keywords, with where they stand. Loose: keywords that were left out."""
 

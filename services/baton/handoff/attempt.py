@@ -24,7 +24,7 @@ class Attempt:
     length: int
     """Tokens of the prompt, delivered output included."""
     announced: list[int] | None = None
-    """Of each KV group: the page index up to which pages have been announced; None: there was no
+    """For each KV group the page index up to which pages have been announced; None: there was no
     announcement."""
     leased_since: float | None = None
     first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
@@ -56,8 +56,8 @@ class CancelledInFlight(list[Attempt]):
         self._steps.append(step)
 
     def ended(self, step: Step, failed: bool = False) -> Iterator[Attempt]:
-        """Those that can be answered now: if `step` has failed, those that were in it, else those that no
-        step in flight has any more."""
+        """Attempts that can be answered now: if `step` has failed, those that were in it, else those that
+        no step in flight has any more."""
         self._steps.remove(step)
         for each in list(self):
             if _contains(step, each.request) if failed else not self._in_flight(each):

@@ -19,9 +19,9 @@ class Handoff:
     leader: Sequence
     heard: float
     begins: list[int]
-    """Of each KV group: the page index with which its announcements begin."""
+    """For each KV group the page index with which its announcements begin."""
     pages: list[list[int]]
-    """Of each group: the owner's page ids, as announced."""
+    """For each KV group the owner's page ids, as announced."""
     generations: list[list[int]]
     named: set[int] = field(default_factory=set)
     """All of those pages."""
@@ -29,8 +29,8 @@ class Handoff:
     step: int = 0
     """The pages announced so far are final once this step of the owner's has retired."""
     here: list[int] | None = None
-    """Of each group: the page index up to which pages have arrived or were cached; None before the first
-    announcement."""
+    """For each KV group the page index up to which pages have arrived or were cached; None before the
+    first announcement."""
     pull: int | None = None
     first: bool = False
     released: bool = False
@@ -39,7 +39,7 @@ class Handoff:
 
     @property
     def announced(self) -> list[int]:
-        """Of each group: the page index up to which pages have been announced."""
+        """For each KV group the page index up to which pages have been announced."""
         return [begin + len(pages) for begin, pages in zip(self.begins, self.pages, strict=True)]
 
 

@@ -277,7 +277,7 @@ class PrefillSide:
         return self._attempts.get(request.key) if isinstance(request.key, AttemptName) else None
 
     def _begins(self, attempt: Attempt) -> list[int]:
-        """Of each KV group: the page index of the first page to be announced."""
+        """For each KV group the page index of the first page to be announced."""
         cache = self.scheduler.cache
         return [group.keeps(attempt.length, cache.page_size) for group in cache.groups]
 
@@ -323,7 +323,7 @@ class PrefillSide:
     # --- the recorder -----------------------------------------------------------------------------------
 
     def record(self, request: Request, kind: Kind, number: int, step: int) -> None:
-        """Of the scheduler."""
+        """Records an event of the scheduler."""
         if isinstance(request.key, AttemptName):
             self._note(request.key, kind, number, step)
 

@@ -27,7 +27,7 @@ class PullMeter:
     def __init__(self) -> None:
         self.cost: PullCost | None = None
         self._sums: tuple[float, ...] = (0.0,) * 5
-        """Of u², uv, v², u and v, where u = 1 / seconds and v = tokens / seconds."""
+        """Sums of u², uv, v², u and v, where u = 1 / seconds and v = tokens / seconds."""
 
     def add(self, tokens: int, seconds: float) -> None:
         """Adds a pull of `tokens` > 0 tokens' pages that took `seconds` > 0."""

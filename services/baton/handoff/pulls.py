@@ -23,7 +23,7 @@ class Pull(Generic[H]):
     targets: tuple[int, ...]
     """Local pages; the holding owns them."""
     stop: list[int]
-    """Of each KV group: the page index up to which pages have arrived when this pull has succeeded."""
+    """For each KV group the page index up to which pages have arrived when this pull has succeeded."""
     generations: tuple[int, ...]
     """The owner's, as announced."""
     due: float

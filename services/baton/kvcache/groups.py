@@ -44,7 +44,7 @@ FULL = KvGroup()
 
 
 def places(groups: Sequence[KvGroup], layers: int) -> list[tuple[int, int]]:
-    """Of each of so many layers: the index of its group, and its place in the group's pages."""
+    """For each of so many layers: the index of its group, and its index in the group's pages."""
     found = [(0, layer) for layer in range(layers)]
     for index, group in enumerate(groups):
         for place, layer in enumerate(group.layers):

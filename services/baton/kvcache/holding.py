@@ -26,7 +26,7 @@ class Holding:
     node: Node
     """Where the tree's part of the page tables ends; locked."""
     dropped: list[int]
-    """Of each group; may be more than the table has."""
+    """How many first pages each group has given up; may be more than the table has."""
     owned: set[int] = field(default_factory=set)
     pins: int = 0
     """Leases and pulls that have not ended yet."""

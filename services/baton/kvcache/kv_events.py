@@ -21,8 +21,8 @@ def root_digest(page_size: int, namespace: str) -> bytes:
 
 
 def next_digest(previous: bytes, page: bytes) -> bytes:
-    """Of the page that follows the one of digest `previous`. `page`: its tokens, as an array("I") has
-    them."""
+    """Digest of the page that follows the one of digest `previous`. `page`: its tokens, as an array("I")
+    has them."""
     if sys.byteorder != "little":
         swapped = array("I", page)
         swapped.byteswap()
@@ -129,7 +129,7 @@ class TreeLog:
     def __init__(self, page_size: int, limit: int = MAX_CHANGES) -> None:
         self.page_size = page_size
         self.sequence = 0
-        """Of the last change. Never falls, also by `clear`."""
+        """Number of the last change. Never falls, also by `clear`."""
         self._held: dict[int, bytes] = {}
         """By the row's id."""
         self._log: deque[tuple[int, bool]] = deque(maxlen=limit)

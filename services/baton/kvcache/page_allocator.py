@@ -24,7 +24,7 @@ class FreeRuns:
         self._ends: dict[int, int] = {}
         """Runs of free pages: first page -> the page behind the last."""
         self._starts: dict[int, int] = {}
-        """The same, the other way."""
+        """Starts of runs by their ends."""
         self._classes: list[dict[int, None]] = [{} for _ in range(total.bit_length())]
         """First pages of the runs of 2^class to 2^(class + 1) - 1 pages, oldest first."""
         self._count = 0

@@ -38,7 +38,7 @@ class KvLayout:
 
     @property
     def bytes_per_token_per_layer(self) -> int:
-        """Of all parts together."""
+        """Bytes of all parts together."""
         return self.parts * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property

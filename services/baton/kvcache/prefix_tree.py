@@ -30,7 +30,7 @@ class TreeObserver(Protocol):
         `after` (None: they begin a sequence). The sequence may be the tree's own: to be copied."""
 
     def removed(self, rows: Sequence[int]) -> None:
-        """These have gone; likewise."""
+        """These rows have gone. Called like `stored`."""
 
 
 class PrefixTree:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 PageRow = tuple[int, ...]
-"""Of one page index, the page of each group; GONE where a window group holds it no more."""
+"""The page of each group at one page index; GONE where a window group holds it no more."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -25,7 +25,7 @@ class Node:
     """Page index of its first row."""
     rows: list[PageRow]
     ids: list[int]
-    """Of each row: a number that no other row of the tree ever has, for observers."""
+    """For each row a number that no other row of the tree ever has, for observers."""
     children: dict[tuple[str, bytes], Node] = field(default_factory=dict)
     own_locks: int = 0
     """Locks on exactly this end."""
@@ -59,7 +59,7 @@ class Node:
         return upper
 
     def common_rows(self, key: bytes, offset: int, stride: int) -> int:
-        """How many of its rows hold the tokens of `key` from `offset` on; the first does."""
+        """How many rows of the node hold the tokens of `key` from `offset` on; the first does."""
         if key.startswith(self.key, offset):
             return len(self.rows)
         # Bisection: a shorter prefix of a common prefix is common too.

@@ -82,7 +82,7 @@ class WindowPages:
                 self._inner.put(self._home[page])
 
     def moved(self, *nodes: Node) -> None:
-        """These nodes have other rows than before."""
+        """Takes note that these nodes have other rows than before."""
         for node in nodes:
             self._home.update((page, node) for page in self._pages(node))
             self._inner.put(node)
@@ -126,7 +126,7 @@ class WindowPages:
         return evicted
 
     def evict_ends(self, count: int) -> list[int]:
-        """The same with other pages, when there is no inner one left."""
+        """Evicts other pages of window groups, when there is no inner one left."""
         evicted: list[int] = []
         while len(evicted) < count and (node := self._ends.first()) is not None:
             evicted += self._evict(node, inner=False)

@@ -34,7 +34,7 @@ class AttentionOptions:
     """What a layer's attention does beside softmax(q k^T / sqrt(head_dim)) v over all earlier positions."""
 
     scale: float | None = None
-    """Of the scores, instead of 1 / sqrt(head_dim)."""
+    """Scale of the attention scores, instead of 1 / sqrt(head_dim)."""
     window: int | None = None
     """A token sees this many positions, the last of them its own; None: all."""
     softcap: float | None = None
@@ -48,7 +48,7 @@ class AttentionOptions:
 
     @property
     def features(self) -> frozenset[str]:
-        """Those in use, by name."""
+        """The options in use, by name."""
         names = ("scale", "window", "softcap", "sinks", "latent", "kv_scales")
         found = frozenset(name for name in names if getattr(self, name) is not None)
         # FlashAttention 3 has not been tried with both.
@@ -62,7 +62,7 @@ class AttentionModule(ABC):
     """A projection, attention over the paged pool, output projection."""
 
     index: int
-    """Of the layer."""
+    """Index of the layer."""
     rope: Rope
     kv: KvShape
     options: AttentionOptions
@@ -125,7 +125,7 @@ class Attention(AttentionModule):
         own, own_kv = shard.split(heads, "attention heads"), shard.kv_heads(kv_heads)
         self.index, self.rope, self.head_dim = index, rope, head_dim
         self.heads, self.kv_heads = own[1], own_kv[1]
-        """Of this rank."""
+        """Heads of this rank."""
         self.kv = KvShape(kv_heads, head_dim, 2)
         self.options = options
         q, kv = heads * head_dim, kv_heads * head_dim

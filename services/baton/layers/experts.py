@@ -30,7 +30,7 @@ class Routing:
     renormalize: bool = True
     """The chosen scores are divided by their sum."""
     scale: float = 1.0
-    """Of the weights, afterwards."""
+    """Factor of the experts' weights after they are chosen and normalized."""
     groups: int = 1
     """Experts are in groups of neighbours, of which a token uses `top_groups`."""
     top_groups: int = 1
@@ -122,7 +122,7 @@ class ExpertMatrix:
 
 
 Names = tuple[str, str, str]
-"""Of an expert's gate, up and down projections in the checkpoint."""
+"""Tensor names of an expert's gate, up and down projections in the checkpoint."""
 PROJECTIONS: Names = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -154,7 +154,7 @@ class Experts:
             parameters = replace(parameters, shard=ONE_RANK)  # of each expert it has all
         own = parameters.shard.split(inner, "inner values of an expert")
         self.count, self.inner = count, own[1]
-        """Of this rank."""
+        """Inner values of each expert on this rank."""
         self.communicator = parameters.communicator
         """With several ranks what comes out is this rank's part of a sum."""
         self.activation = activation
@@ -284,7 +284,8 @@ class Experts:
         return total
 
     def dense(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The same, each expert for all tokens: more products, but their sizes do not depend on the data."""
+        """What `forward` computes, with each expert for all tokens: more products, but their sizes do not
+        depend on the data."""
         table = torch.zeros(len(x), self.total, dtype=torch.float32, device=x.device)
         table = table.scatter_(1, experts, weights)[:, self.first : self.first + self.count]
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -341,7 +342,7 @@ class Mixture:
         """`shared`: made with `reduce` false."""
         self.router, self.experts, self.shared = router, experts, shared
         self.kernels: Callable[[torch.Tensor], torch.Tensor] | None = None
-        """The same function where it must not wait for the host: `models.device_mixture`."""
+        """What `forward` computes, where it must not wait for the host: `models.device_mixture`."""
         self._communicator = experts.communicator
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

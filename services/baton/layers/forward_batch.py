@@ -47,7 +47,7 @@ class Paged(NamedTuple):
 
     attend: AttendPages
     place: Callable[[int, Rope], Place]
-    """Of a layer."""
+    """Where a layer's keys and values are written."""
 
 
 @dataclass(slots=True)

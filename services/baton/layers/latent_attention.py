@@ -20,7 +20,7 @@ from baton.layers.rope import Rope, apply_rope, half_split
 from baton.layers.shard import times
 
 _NORM_EPS = 1e-6
-"""Of the latents' norms; config.json does not name it."""
+"""Epsilon of the latents' norms; config.json does not name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class LatentShape:
 
     heads: int
     query_rank: int | None
-    """Of the queries' own latent; None: they have none."""
+    """Rank of the queries' own latent; None: they have none."""
     rank: int
-    """Of the latent of keys and values."""
+    """Rank of the latent of keys and values."""
     plain: int
     """Values of a head's query and key that are not rotated."""
     rotated: int
-    """Those that are."""
+    """Values of a head that are rotated."""
     value: int
-    """Of a head."""
+    """Size of a head's values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class LatentAttention(AttentionModule):
         """`interleaved`: the checkpoint's rotation pairs neighbours."""
         own = parameters.shard.split(shape.heads, "attention heads")
         self.shape = replace(shape, heads=own[1])
-        """Of this rank."""
+        """Shape with the heads of this rank."""
         self.index, self.rope = index, rope
         self.kv = KvShape(1, shape.rank + shape.rotated, 1)
         size, latent = shape.plain + shape.rotated, shape.rank + shape.rotated

@@ -165,7 +165,7 @@ class Linear:
         self.weight = None
 
     def pack_quantized(self, product: MakeProduct, dtype: torch.dtype) -> None:
-        """Likewise for a quantized weight; `dtype`: of the model."""
+        """Packs a quantized weight; `dtype` is the model's."""
         self.use(product, dtype)
         self.quantized = None
 

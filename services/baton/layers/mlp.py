@@ -40,7 +40,7 @@ class GatedMlp:
         self._activation = ACTIVATIONS[activation]
         own = parameters.shard.split(inner, "inner values of a feed-forward layer")
         self.inner = own[1]
-        """Of this rank."""
+        """Inner values of this rank."""
         rows = {name: [own] for name in parts}
         if merged:
             rows = {merged: [own, times(own, 1, inner)]}

@@ -55,10 +55,10 @@ class Parameters:
     plan: WeightPlan = field(default_factory=WeightPlan)
     shard: Shard = ONE_RANK
     communicator: Communicator | None = None
-    """Of the ranks that share the model; None: there is one."""
+    """Communicator of the ranks that share the model; None: there is one."""
 
     def under(self, name: str) -> Parameters:
-        """Those below `name`."""
+        """The parameters below `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def ignore(self, prefix: str) -> None:

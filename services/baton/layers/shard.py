@@ -43,7 +43,7 @@ class Communicator(Protocol):
 
 
 class DeviceCommunicator(Communicator, Protocol):
-    """Of ranks on GPUs."""
+    """Collectives among ranks on GPUs."""
 
     def add_norm(
         self,
@@ -101,7 +101,7 @@ class Shard:
 
     @property
     def host(self) -> int:
-        """Of this rank; counted from 0."""
+        """Host of this rank, counted from 0."""
         return self.rank // self.per_host
 
     @property
@@ -124,7 +124,7 @@ class Shard:
         return self.split(count, "KV heads")
 
     def host_kv_heads(self, count: int) -> Span:
-        """Those of all ranks of this rank's host."""
+        """KV heads of all ranks of this rank's host."""
         first, _ = replace(self, rank=self.host * self.per_host).kv_heads(count)
         last, own = replace(self, rank=(self.host + 1) * self.per_host - 1).kv_heads(count)
         return first, last + own - first

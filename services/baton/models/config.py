@@ -42,7 +42,7 @@ class ModelConfig:
     tied: bool
     """The output projection is the embedding."""
     dtype: torch.dtype
-    """Of the checkpoint's weights."""
+    """Dtype of the checkpoint's weights."""
     eos_token_ids: tuple[int, ...]
     hf: Any
     """transformers' configuration, for what only the family's module knows."""
@@ -308,5 +308,5 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message."""
+    """First line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

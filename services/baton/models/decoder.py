@@ -32,11 +32,11 @@ class Model(Protocol):
     dtype: torch.dtype
     shard: Shard
     communicator: Communicator | None
-    """Of the ranks that share the model; None: there is one."""
+    """Communicator of the ranks that share the model; None: there is one."""
     heads: int
     """Attention heads of each layer, on this rank."""
     kv: KvShape
-    """Of each layer."""
+    """KV shape of each layer."""
 
     @property
     def num_parameters(self) -> int: ...
@@ -135,7 +135,7 @@ class Decoder:
 
     @property
     def attention_options(self) -> list[AttentionOptions]:
-        """Of each layer."""
+        """Attention options of each layer."""
         return [layer.attention.options for layer in self.layers]
 
     @property
@@ -149,7 +149,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the memory that is allocated for weights."""
+        """Bytes of the memory that is allocated for weights."""
         tied = self.head.quantized.nbytes if self.config.tied and self.head.quantized is not None else 0
         return self.parameters.nbytes + tied
 
@@ -220,7 +220,7 @@ class Decoder:
         return self.norm(hidden)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of all ranks together: [tokens] -> [tokens, hidden]"""
+        """Embeds tokens, on all ranks together: [tokens] -> [tokens, hidden]."""
         if self.communicator is None:
             return F.embedding(tokens, self.embedding).to(self.dtype)
         first, count = self._own_tokens

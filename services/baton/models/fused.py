@@ -42,7 +42,7 @@ from baton.models.fused_mixture import FusedMixture
 
 @dataclass(slots=True)
 class _Weights:
-    """Of one layer."""
+    """Weights of one layer."""
 
     input_norm: torch.Tensor
     attention: Attention | LatentAttention
@@ -194,7 +194,7 @@ class FusedDecoder:
         return inner
 
     def _forward_few(self, step: Step, residual: torch.Tensor) -> torch.Tensor:
-        """The same for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
+        """The forward pass for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
         normed = torch.empty_like(residual)
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
         for w, following, user in self._followed():
@@ -245,7 +245,7 @@ class FusedDecoder:
         return out
 
     def _forward_one(self, step: Step, residual: torch.Tensor) -> torch.Tensor:
-        """The same for one token, of which `residual` [1, hidden] is the embedding."""
+        """The forward pass for one token; `residual` [1, hidden] is its embedding."""
         model, eps = self.model, self.model.config.rms_norm_eps
         inner = residual.new_empty(1, self._inner)
         if self._communicator is not None:

@@ -47,7 +47,7 @@ SIZES_8 = {
     24: Sizes(32, Tile(128, 128, 8, 3), Tile(64, 128, 4, 4)),
 }
 LARGE_8 = Sizes(128, Tile(128, 128, 8, 4), Tile(128, 128, 8, 4))
-"""The same where both operands have 8 bits: tiles are blocks. 64 tokens 163 us with the
+"""Tiles for many tokens where both operands have 8 bits: tiles are blocks. 64 tokens 163 us with the
 router, 256 tokens 106 + 69, 4,096 tokens 249 + 260."""
 INVARIANT = Sizes(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
 """Always the same, so that the number of rows has no say in the order of adding up."""

@@ -9,8 +9,8 @@ from baton.gguf_file import GgufFile
 
 
 def rope_parameters(file: GgufFile, head_dim: int, **more: Any) -> dict[str, Any]:
-    """Of heads of `head_dim` values. `more`: what files of the architecture leave out. Raises CheckpointError
-    for a scaling that is not supported."""
+    """Rope parameters of heads of `head_dim` values. `more`: what files of the architecture leave out.
+    Raises CheckpointError for a scaling that is not supported."""
     rotated = file.value("*.rope.dimension_count", int, head_dim)
     return {
         "rope_theta": float(file.value("*.rope.freq_base", float, 10000.0)),

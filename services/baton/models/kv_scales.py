@@ -16,7 +16,7 @@ from baton.models.config import ModelError
 from baton.models.tensor_files import SafetensorsFile, file_names
 
 _NAME = re.compile(r"layers\.(\d+)\.self_attn\.(?:(kv?|v)_scale|([kv])_proj\.(?:[kv]_scale|output_scale))$")
-"""Those of vLLM, ModelOpt and compressed-tensors."""
+"""Names of scales that vLLM, ModelOpt and compressed-tensors write."""
 
 
 def is_kv_scale(name: str) -> bool:

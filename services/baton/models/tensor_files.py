@@ -27,7 +27,7 @@ class TensorFile(Protocol):
     path: Path
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of all tensors, by the names of Hugging Face checkpoints."""
+        """Shapes of all tensors, by the names of Hugging Face checkpoints."""
         ...
 
     def quantized(self) -> Collection[str]:
@@ -37,11 +37,11 @@ class TensorFile(Protocol):
     def read(
         self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
     ) -> Parts:
-        """These tensors in turn, each in one or several parts along its first axis: name, where the part
-        begins, part. One part at a time is in memory. Those named in `whole` come in one part, quantized ones
-        always do. Of those in `cuts`, which are in `whole` too, only that is returned; quantized ones come as
-        if there were none. `kept`: will be kept in groups of 4 bits; blocks of a GGUF file that are such
-        come quantized, and dequantized otherwise."""
+        """Reads these tensors in turn, each in one or several parts along its first axis: name, where the
+        part begins, part. One part at a time is in memory. Those named in `whole` come in one part,
+        quantized ones always do. Of those in `cuts`, which are in `whole` too, only that is returned;
+        quantized ones come as if there were none. `kept`: will be kept in groups of 4 bits; blocks of
+        a GGUF file that are such come quantized, and dequantized otherwise."""
         ...
 
     def sample(self, update: Callable[[bytes], None]) -> None:
@@ -51,8 +51,8 @@ class TensorFile(Protocol):
 
 
 def tensor_files(path: Path) -> list[TensorFile]:
-    """Of a checkpoint: a directory, or a GGUF file. Raises CheckpointError when one is missing, or cannot be
-    read."""
+    """Files of a checkpoint: a directory, or a GGUF file. Raises CheckpointError when one is missing, or
+    cannot be read."""
     if path.is_file():
         return [GgufTensors(path)]
     files = [SafetensorsFile(file) for file in file_names(path)]
@@ -69,7 +69,8 @@ def tensor_files(path: Path) -> list[TensorFile]:
 
 
 def stored_format(path: Path) -> Format | None:
-    """Of a checkpoint's quantized matrices. Raises CheckpointError for one that is not supported."""
+    """Storage format of a checkpoint's quantized matrices. Raises CheckpointError for one that is not
+    supported."""
     if path.is_file():
         return None
     return read_format(quantization_config(path))
@@ -127,7 +128,7 @@ class SafetensorsFile:
     def read(
         self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Of a tensor that is cut nothing else is read."""
+        """Reads tensors; of one that is cut, nothing else is read."""
         wanted = set(names)
         for name, stored, tensors in self._tensors():
             if name not in wanted:

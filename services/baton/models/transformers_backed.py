@@ -23,10 +23,10 @@ from baton.layers.shard import ONE_RANK, Communicator
 from baton.models.config import ModelConfig, ModelError, first_line
 
 NAME = "baton"
-"""Of the attention function."""
+"""Name of the attention function."""
 _UNUSED = {"dropout", "position_ids", "is_causal", "use_cache"}
 _KNOWN = {"scaling", "sliding_window", "softcap", "s_aux"} | _UNUSED
-"""Of its options; the former change nothing here."""
+"""Options of the attention function that are served; those of `_UNUSED` change nothing here."""
 _Options = dict[str, Any]
 _Function = Callable[[Any, Tensor, Tensor, Tensor, Tensor | None, _Options], Tensor]
 """(module, q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim], mask, options)

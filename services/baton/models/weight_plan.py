@@ -18,7 +18,8 @@ from baton.models.tensor_files import stored_format, tensor_files
 
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 ONLINE_GROUP = {"cpu": 32, "cuda": 64}
-"""Of 4 bits that are quantized while loading. Blocks of GGUF's Q4_1 have 32 columns, and stay as they are."""
+"""Group size of 4 bits that are quantized while loading. Blocks of GGUF's Q4_1 have 32 columns, and stay
+as they are."""
 FP8_BLOCK = 128
 """Rows and columns of blocks that GPUs have kernels for."""
 

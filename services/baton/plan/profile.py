@@ -32,7 +32,7 @@ class EngineFacts:
     ranks: Count = 1
     """Processes of a worker, each with a device (or cores) of its own."""
     windows: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    """Of the model's KV groups; 0: none."""
+    """Windows of the model's KV groups; 0: none."""
 
     @property
     def groups(self) -> tuple[KvGroup, ...]:

@@ -54,7 +54,8 @@ class NodeUsage:
 class Simulated:
     layout: Layout
     records: list[Record]
-    """Of the counted requests, in the order of their arrival, as a client of `baton bench` records them."""
+    """Records of the counted requests, in the order of their arrival, as a client of `baton bench`
+    records them."""
     seconds: float
     """Time in which these arrived."""
     prefill: NodeUsage | None

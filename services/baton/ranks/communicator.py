@@ -30,7 +30,7 @@ class Rendezvous:
     store: str | tuple[str, int]
     """Path of an empty file that all see for as long as they live; or host and port of rank 0's store."""
     address: str = "127.0.0.1"
-    """Of this rank's host, for the others' connections."""
+    """Address of this rank's host, for the others' connections."""
 
 
 class GroupCommunicator:

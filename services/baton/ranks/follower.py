@@ -33,7 +33,8 @@ PARENT_SECONDS = 0.1
 LOST_SECONDS = 1.0
 """From the end of a connection to that of the rank at its other end."""
 PARENT_LOST_SECONDS = 10.0
-"""The same where the other end is the parent: if it was killed, a driver may first release a GPU's memory."""
+"""How long a follower waits for its parent's end: if it was killed, a driver may first release a GPU's
+memory."""
 
 
 def main(descriptor: int) -> int:
@@ -91,7 +92,8 @@ def _tell(channel: Channel, error: Exception) -> None:
 
 
 def _end_with(parent: int, left: Sequence[Callable[[], object]]) -> None:
-    """Also ends a process that hangs in a collective. `left`: what removes what rank 0 has left."""
+    """Ends this process with its parent, also one that hangs in a collective. `left`: what removes what
+    rank 0 has left."""
     try:
         wait_for_end(parent)
         for remove in left:

@@ -33,7 +33,7 @@ class Part:
         return self.first + self.count
 
     def overlap(self, first: int, end: int) -> tuple[int, int]:
-        """Of [first, end) in a page; empty if the second is not above the first."""
+        """Overlap with [first, end) in a page; empty if the second is not above the first."""
         return max(self.first, first), min(self.end, end)
 
 

@@ -58,7 +58,7 @@ class PeerCommunicator:
         return out
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Of integers."""
+        """Broadcasts integers."""
         if self._rank:
             x.zero_()
         return self.all_reduce(x)

@@ -55,7 +55,7 @@ def bind_grpc(
 
 
 def host_and_port(address: str, flag: str) -> tuple[str, int]:
-    """Of an address that `flag` gives. Raises BatonError."""
+    """Host and port of an address that `flag` gives. Raises BatonError."""
     try:
         return split_address(address)
     except ValueError as error:

@@ -104,7 +104,7 @@ class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Parser:
-    """Of the requests of one type. `parse`: a message class's FromString."""
+    """Parses the requests of one type. `parse`: a message class's FromString."""
 
     def __init__(self, parse: Callable[[bytes], Message], thread: ThreadPoolExecutor) -> None:
         self._parse = parse

@@ -17,9 +17,10 @@ MAX_FIELDS = 2**17
 MAX_NUMBERS = 2**22
 """In one packed field, such as the token ids of a prompt: more than any model's context."""
 MAX_ENTRIES = 2**13
-"""Of a repeated field that MOST_ENTRIES does not name. A message that is not scanned has no room for more."""
+"""Most entries of a repeated field that MOST_ENTRIES does not name. A message that is not scanned has no
+room for more."""
 MAX_MESSAGES = 2**15
-"""Of a conversation."""
+"""Most messages of a conversation."""
 MOST_ENTRIES = {
     "baton.v1.ChatPrompt.messages": MAX_MESSAGES,
     "baton.v1.DecodeCommands.commands": 2**16,
@@ -62,7 +63,7 @@ far, and the tag of the next one."""
 
 
 class MessageScan:
-    """Of messages of one type."""
+    """Scans messages of one type."""
 
     def __init__(self, descriptor: Descriptor | None) -> None:
         """None: the type is not known, and all fields are counted as unknown ones."""

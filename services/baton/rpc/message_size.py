@@ -16,7 +16,7 @@ requests."""
 PIECE_BYTES = 2**20
 """What is cut is cut into pieces of about this size."""
 EMBEDDING_BYTES = 32
-"""Of an embedding in its message, beside its values."""
+"""Bytes that an embedding adds to its message beside its values."""
 
 M = TypeVar("M", bound=Message)
 

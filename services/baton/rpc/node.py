@@ -43,10 +43,10 @@ STOP_SECONDS = 10.0
 """Longest time of a node's stop()."""
 
 GC_THRESHOLDS = (3_000, 5, 5)
-"""Of `gc.set_threshold`. CPython 3.12 collects the youngest generation after 700 new objects. A step's
-messages to about sixty streams are as many, so collections fell into the middle of them. A higher number
-would keep objects in accidental cycles, such as a prompt, for longer. A full collection comes about as
-often as by default."""
+"""Arguments of `gc.set_threshold`. CPython 3.12 collects the youngest generation after 700 new objects. A
+step's messages to about sixty streams are as many, so collections fell into the middle of them. A
+higher number would keep objects in accidental cycles, such as a prompt, for longer. A full collection
+comes about as often as by default."""
 
 _log = logs.get_logger()
 

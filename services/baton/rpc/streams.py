@@ -37,7 +37,7 @@ MAX_UNSENT_BYTES = 32 * 2**20
 
 
 def byte_size(message: Any) -> int:
-    """Of a protobuf message."""
+    """Size of a protobuf message."""
     return int(message.ByteSize())
 
 

@@ -87,9 +87,9 @@ async def keep_connected(connect: Callable[[], Awaitable[bool]]) -> NoReturn:
 
 
 def task_is_cancelled() -> bool:
-    """Of a CancelledError: whether it is this task that was cancelled, rather than the call it waits for. (A
-    call may deny that it was: after a failed write.) No frame of the task's own may refer to the task,
-    because the error that ends it refers to these frames."""
+    """After a CancelledError: whether it is this task that was cancelled, rather than the call it waits
+    for. (A call may deny that it was: after a failed write.) No frame of the task's own may refer to
+    the task, because the error that ends it refers to these frames."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

@@ -25,7 +25,8 @@ MAX_OUTPUT_TOKENS = 2**24
 """Larger than any model's context: a larger value is a mistake."""
 MAX_TOP_K = 2**31 - 1
 MAX_GRAMMAR_BYTES = 2**19
-"""Of a grammar's text. That of the deepest chain of rules needs less stack than grammar.compiler gives it."""
+"""Most bytes of a grammar's text. That of the deepest chain of rules needs less stack than
+grammar.compiler gives it."""
 MAX_LARK_RULES = 8192
 MAX_LARK_TERMINALS = 512
 """Nested terminals take time that grows with the third power of their number: 512 take half a second."""

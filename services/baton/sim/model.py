@@ -29,7 +29,7 @@ _UNWRITTEN = 0xEE
 
 
 Windows = tuple[int | None, ...]
-"""Of the model's KV groups."""
+"""Windows of the model's KV groups."""
 ONE: Windows = (None,)
 
 
@@ -109,7 +109,7 @@ def reference(
 
 
 def prompt_logprobs(prompt: Sequence[int], windows: Windows = ONE) -> tuple[Logprobs, ...]:
-    """Those of a prompt's own tokens but the first, computed without pages."""
+    """Log-probabilities of a prompt's own tokens but the first, computed without pages."""
     history, found = History(windows), []
     for token, following in pairwise(prompt):
         history.append(token)
@@ -180,7 +180,7 @@ logits are wanted."""
 
 
 def combined(views: Sequence[bytes]) -> bytes:
-    """Of all heads, or of all ranks, what a token sees: the same, or something that it should not see."""
+    """What a token sees through all heads, or on all ranks: one value, or one that it should not see."""
     return views[0] if all(view == views[0] for view in views) else b"".join(views)
 
 

@@ -111,7 +111,7 @@ class Machine:
     sees_steps: bool = True
     """Whether pulls out of shared memory can wait for steps."""
     windows: Windows = ONE
-    """Of the KV groups of the model that it computes."""
+    """Windows of the KV groups of the model that it computes."""
     heads: int = 1
     """KV heads of that model; 1 also stands for latents."""
     ranks: int = 1

@@ -39,7 +39,7 @@ class Collective:
 
 
 class Ranks:
-    """Of one worker."""
+    """The ranks of one worker."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Rank:
         self._runner = runner
         self._queue: deque[Flight] = deque()
         self._messages: deque[bytes] = deque()
-        """Of a follower: plans that it has not begun."""
+        """Plans that a follower has not begun."""
         self._decoder = PlanDecoder()
         self._steps: Steps | None = None
         self._broken = ""

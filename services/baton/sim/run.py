@@ -31,11 +31,11 @@ class Outcome:
     tokens: int
     """Delivered to clients, each compared with the reference."""
     requests: dict[str, int]
-    """How many ended in which way."""
+    """How many requests ended in which way."""
     resumed: int = 0
     """Times that a request with output went on at another decode node."""
     pulled_pages: int = 0
-    """Of prompts computed at prefill nodes, by the decode nodes that are there at the end."""
+    """Pages of prompts computed at prefill nodes, by the decode nodes that are there at the end."""
     rule: str = ""
     """The rule that was broken, in a word or two; empty: none."""
     failure: str = ""

@@ -56,7 +56,7 @@ class GatewaySettings:
 class Scenario:
     seed: int
     windows: Windows
-    """Of the model's KV groups."""
+    """Windows of the model's KV groups."""
     latency: float
     gateways: int
     gateway: GatewaySettings
@@ -81,7 +81,7 @@ class Scenario:
 
 
 def make_scenario(seed: int) -> Scenario:
-    """The same for a seed, always."""
+    """The scenario of a seed, always the same one."""
     rng = random.Random(f"scenario {seed}")
     # In a tight scenario pages that are given back are soon another prompt's, while slow pulls still read.
     tight = rng.random() < 0.4

@@ -69,7 +69,7 @@ class SimStreams:
         self._world = world
         self._actor = actor
         self.endpoints: dict[Any, Endpoint] = {}
-        """Of the open streams, in the order in which they came."""
+        """Endpoints of the open streams, in the order in which they came."""
 
     @property
     def open(self) -> Collection[Any]:

@@ -33,7 +33,7 @@ class Rendered:
 
     text: str
     marked: str
-    """The same, with marks in the special tokens that the caller named."""
+    """The text with marks in the special tokens that the caller named."""
     marks: dict[str, str]
     """Character to mark."""
 
@@ -75,7 +75,7 @@ class ChatEncoder:
         self._plain.add_tokens(tokens)  # all at once: each call takes time for all that are there
         names = {id: self._stand_ins.get(token.content, token.content) for id, token in added.items()}
         self._ids = {self._plain.token_to_id(name): id for id, name in names.items()}
-        """Of added tokens: the model's, by those of `_plain`."""
+        """Ids of added tokens: the model's, by those of `_plain`."""
         known = {token: backend.model.token_to_id(token) for token in special}
         self._names = {id: token for token, id in known.items() if id is not None and id != unknown}
         """Special tokens that the tokenizer's model could produce from plain text."""

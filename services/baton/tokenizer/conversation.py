@@ -36,7 +36,7 @@ RAW_ARGUMENTS = "raw_arguments"
 """The key under which a template sees arguments of an earlier call that are no JSON object."""
 
 Value = Any
-"""Of JSON."""
+"""A JSON value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class Conversation:
     """Variables of the template."""
 
     def with_text_arguments(self) -> Conversation:
-        """The same, with the arguments of calls as JSON text, as some templates want them."""
+        """The conversation with the arguments of calls as JSON text, as some templates want them."""
         return Conversation([_text_arguments(each) for each in self.messages], self.tools, self.arguments)
 
     def with_short_ids(self) -> Conversation:
-        """The same, with ids of calls as Mistral's templates want them."""
+        """The conversation with ids of calls as Mistral's templates want them."""
         return Conversation([_short_ids(each) for each in self.messages], self.tools, self.arguments)
 
     def without_tools(self) -> Conversation:
-        """The same for a template that knows no tools."""
+        """The conversation for a template that knows no tools."""
         messages = [_plain(message) for message in self.messages]
         if self.tools:
             text = _TOOLS_TEXT.format(tools="\n".join(_dumps(tool) for tool in self.tools))

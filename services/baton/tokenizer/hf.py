@@ -215,7 +215,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
 
 
 def _read_tokenizer(path: Path) -> Any:
-    """Of a directory, by transformers."""
+    """Reads the tokenizer of a directory, by transformers."""
     from transformers import AutoTokenizer
 
     if not any(any(path.glob(pattern)) for pattern in SOURCES):
@@ -235,8 +235,8 @@ def _begin(tokenizer: Any, eos: tuple[int, ...]) -> int | None:
 
 
 def _default_sampling(path: Path, generation: dict[str, Any]) -> common_pb2.SamplingParams:
-    """Of generation_config.json; with `do_sample` false those of drawing have no effect. Raises
-    CheckpointError for values that are out of range."""
+    """Sampling parameters of generation_config.json; with `do_sample` false those of drawing have no
+    effect. Raises CheckpointError for values that are out of range."""
     if unused := [name for name in _NOT_APPLIED if generation.get(name) not in (None, 0, 1, [], {})]:
         _log.warning("fields of generation_config.json have no effect", fields=", ".join(unused))
     params = common_pb2.SamplingParams()

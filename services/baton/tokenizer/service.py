@@ -44,7 +44,7 @@ MAX_WORK = 512
 """Most pieces of work that wait or run; more are refused."""
 
 ENTRY_BYTES = 8
-"""Of a text or a result in its message, beside itself."""
+"""Bytes that a text or a result adds to its message beside itself."""
 
 T = TypeVar("T")
 

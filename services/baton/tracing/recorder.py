@@ -19,7 +19,7 @@ TOKENS_EVERY = 16
 
 
 class Kind(IntEnum):
-    """Of an event; baton.v1.EventKind says what each one means. The numbers are the same there."""
+    """Kind of an event; baton.v1.EventKind says what each one means. The numbers are the same there."""
 
     RECEIVED = 1
     TOKENIZING = 2

@@ -24,7 +24,7 @@ _log = get_logger()
 MAX_OPEN = 4096
 """Sampled requests at a time, with those whose spans are still to be made; further ones have no spans."""
 MAX_EVENTS = 1024
-"""Of one request that become spans."""
+"""Most events of one request that become spans."""
 PHASES: dict[str, dict[Kind, str]] = {
     "gateway": {
         Kind.RECEIVED: "admit",
@@ -92,7 +92,7 @@ class Spans:
         self._open: dict[Name, tuple[Span, list[Event]]] = {}
         self._ended: queue.SimpleQueue[tuple[Span, list[Event]] | None] = queue.SimpleQueue()
         self._offset = 0.0
-        """Of the time of day to the monotonic clock."""
+        """Offset of the time of day to the monotonic clock."""
         self._thread = threading.Thread(target=self._work, name="spans", daemon=True)
         self._thread.start()
 
@@ -124,7 +124,7 @@ class Spans:
             found[0].set_attributes(attributes)
 
     def take(self, event: Event) -> None:
-        """Of the recorder: each event, as it happens."""
+        """Takes each event of the recorder as it happens."""
         # A gateway's and a tokenizer's span is of all attempts; a decode node's of all tries.
         name = _name(self._role, event)
         found = self._open.get(name)

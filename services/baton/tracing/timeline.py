@@ -144,7 +144,7 @@ def _placed(own: Sequence[Event], others: Iterable[Recorded], received: float) -
 
 
 def _order(placed: Placed) -> tuple[float, int]:
-    """Of events at one moment, those come first that the others follow from."""
+    """Sort key: of events at one moment, those come first that the others follow from."""
     depth = DEPTHS.get(placed.process.role, 3)
     return placed.at, (10 - depth if placed.event.kind in _UPWARDS else depth)
 

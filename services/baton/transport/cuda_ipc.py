@@ -53,8 +53,8 @@ def cuda_ipc_endpoint(
 
 
 def export_part(memory: torch.Tensor, first: int) -> pb.CudaIpcPart:
-    """Of this process' pool, uint8 [pages, bytes] on a GPU, which holds each page's bytes from `first` on.
-    Raises TransportError."""
+    """Exports this process's pool, uint8 [pages, bytes] on a GPU, which holds each page's bytes from
+    `first` on. Raises TransportError."""
     cuda.use(memory.device)
     handle, offset = cuda.export_memory(memory.data_ptr())
     return pb.CudaIpcPart(

@@ -142,7 +142,7 @@ class Agent:
             return bool(self._agent.getXferStatus(transfer) == self._nixl.NIXL_SUCCESS)
 
     def release(self, transfer: int) -> None:
-        """Of a transfer that is done. Releasing another one does not stop it: its bytes still come."""
+        """Releases a transfer that is done. Releasing another one does not stop it: its bytes still come."""
         with _errors("the read cannot be released"):
             self._agent.releaseXferReq(transfer)
 

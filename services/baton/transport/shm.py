@@ -260,8 +260,9 @@ def boot_id() -> str:
 
 
 def host_id() -> str:
-    """The same for two processes that see the same /dev/shm, and for no others: the kernel's boot and the
-    file system's device number (which containers that have a /dev/shm of their own do not share)."""
+    """A text that is equal for two processes that see the same /dev/shm, and for no others: the kernel's
+    boot and the file system's device number (which containers that have a /dev/shm of their own do not
+    share)."""
     boot = boot_id()
     try:
         return f"{boot}:{DIRECTORY.stat().st_dev}" if boot else ""

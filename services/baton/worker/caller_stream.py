@@ -17,7 +17,7 @@ class CallerStream:
 
     def __init__(self, incarnation: int, outbox: Outbox[Any]) -> None:
         self.incarnation = incarnation
-        """Of the caller."""
+        """Incarnation of the caller."""
         self.outbox = outbox
         self.error: BatonError | None = None
         self.writing = False

@@ -80,7 +80,7 @@ def sampling_from(
 
 
 def grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
-    """Of a checked message."""
+    """Grammar of a checked message."""
     kind = message.WhichOneof("kind")
     assert kind is not None, "not checked"
     if kind == "json_object":

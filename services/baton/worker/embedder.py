@@ -30,7 +30,7 @@ from baton.v1 import embed_pb2, node_pb2
 from baton.worker.shell import Steps, WorkerCore
 
 MAX_PROMPTS = 256
-"""Of a call."""
+"""Most prompts of a call."""
 _POOLING = {
     embed_pb2.POOLING_UNSPECIFIED: Pooling.LAST,
     embed_pb2.POOLING_LAST: Pooling.LAST,
@@ -167,6 +167,6 @@ def pooled(summed: Vector, count: int) -> Vector:
 
 
 def normalized(vector: Vector) -> Vector:
-    """Of length 1; a zero vector stays one."""
+    """The vector scaled to length 1; a zero vector stays zero."""
     length = np.linalg.norm(vector)
     return vector / length if length > 0 else vector

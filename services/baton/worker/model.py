@@ -48,7 +48,8 @@ def attention_of(
 
 
 def sized(config: WorkerConfig, device: torch.device) -> WorkerConfig:
-    """The same with --max-rows, --token-budget and the threads of several ranks chosen, where they are 0."""
+    """The configuration with --max-rows, --token-budget and the threads of several ranks chosen, where
+    they are 0."""
     rows, budget = (64, 512) if device.type == "cpu" else (256, 2048)
     rows = config.max_rows or min(rows, config.token_budget or rows)
     threads, usable = config.threads, min(torch.get_num_threads(), cgroups.cores())
@@ -163,7 +164,8 @@ def quantized(config: WorkerConfig, path: Path, device: torch.device, dtype: tor
 
 
 def model_fingerprint(config: WorkerConfig, path: Path, model: Model, device: torch.device) -> str:
-    """Of the checkpoint, which is closed, and of all that changes its keys and values. Raises ModelError."""
+    """Fingerprint of the checkpoint, which is closed, and of all that changes its keys and values. Raises
+    ModelError."""
     variant = model.config.variant + quantized(config, path, device, model.dtype)
     if config.tp > 1 and config.load_format == "dummy":
         variant += f" tp {config.tp}" + " ep" * config.ep  # each rank's weights are random
@@ -210,8 +212,8 @@ def use_device(device: torch.device) -> None:
 
 
 def rank_device(name: str, shard: Shard) -> torch.device:
-    """That of one of several ranks: on GPUs each has its own, but where one GPU is named all share it. Raises
-    BatonError."""
+    """The device of one of several ranks: on GPUs each has its own, but where one GPU is named all share
+    it. Raises BatonError."""
     device = device_of(name)
     if device.type == "cuda" and device.index is None and shard.size > 1:
         return torch.device("cuda", shard.rank)
@@ -250,8 +252,8 @@ def kv_layout(model: Model, page_size: int, context: int) -> KvLayout:
 
 
 def own_part(layout: KvLayout, shard: Shard, device: torch.device) -> tuple[KvLayout, Span]:
-    """Of the pages of all heads, what the pool of this rank keeps, which on CPUs all ranks of a host share;
-    and the heads of the rank in it."""
+    """The part of the pages of all heads that the pool of this rank keeps, which on CPUs all ranks of a
+    host share; and the heads of the rank in it."""
     own = shard.kv_heads(layout.num_kv_heads)
     held = shard.host_kv_heads(layout.num_kv_heads) if device.type == "cpu" else own
     return replace(layout, num_kv_heads=held[1]), (own[0] - held[0], own[1])

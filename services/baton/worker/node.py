@@ -225,7 +225,7 @@ class WorkerNode(WorkerShell[C]):
                 return
 
     async def Embed(self, request: embed_pb2.EmbedPrompts, context: Any) -> embed_pb2.PromptEmbeddings:
-        """Of both roles' services."""
+        """Serves Embed of both roles."""
         if self.draining:
             raise unavailable("this node is draining; use another one", "DRAINING")
         self.require_turning()

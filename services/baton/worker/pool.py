@@ -30,7 +30,7 @@ class PublishedPool:
 
     pages: PageStore
     generations: MutableSequence[int]
-    """Of the pages; in shared memory if peers on this host can read it."""
+    """Generations of the pages; in shared memory if peers on this host can read it."""
     segment: Segment | None
     """Holds the generations, and on a CPU the pages."""
     cuda_ipc: common_pb2.CudaIpcEndpoint | None

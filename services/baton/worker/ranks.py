@@ -46,7 +46,7 @@ _log = get_logger()
 
 
 def on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
-    """Of rank 0. Raises BatonError for several ranks that do not work on GPUs."""
+    """Device of rank 0. Raises BatonError for several ranks that do not work on GPUs."""
     if device.type != "cuda":
         raise invalid("tp", f"--tp works on CPUs and NVIDIA GPUs, not on {device.type}; leave it out")
     if config.nnodes > 1:
@@ -77,7 +77,7 @@ def meet(
 
 
 class Ranks:
-    """Of a worker with one rank it does nothing."""
+    """Rank 0's side of a worker's ranks. With one rank it does nothing."""
 
     def __init__(self, config: WorkerConfig, stopping: threading.Event | None = None) -> None:
         """Starts the followers, which begin to load, and waits for those of other hosts, not after `stopping`
@@ -179,7 +179,7 @@ class Ranks:
         return PagesOfHosts(layout.page_bytes, own, self._part(0, layout), others)
 
     def parts(self) -> list[common_pb2.CudaIpcPart]:
-        """Of the other ranks' pools on GPUs."""
+        """Parts of the other ranks' pools on GPUs."""
         return [common_pb2.CudaIpcPart.FromString(self._here[rank].part) for rank in sorted(self._here)]
 
     def _part(self, host: int, layout: KvLayout) -> Part:

@@ -105,7 +105,7 @@ class WorkerShell(Generic[C]):
 
     @property
     def requests(self) -> int:
-        """Those that the node holds in any state."""
+        """How many requests the node holds in any state."""
         return self.core_or_none.requests if self.core_or_none is not None else 0
 
     def observe(self) -> None:

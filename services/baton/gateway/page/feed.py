@@ -40,7 +40,7 @@ class Feed:
         self._window = Window(gateway.metrics)
         self._points: deque[list[float | None]] = deque(maxlen=int(KEPT_SECONDS / SAMPLE_SECONDS))
         self._new_points = 0
-        """Of these, points that are in no frame yet."""
+        """How many of the points are in no frame yet."""
         self._processes = Processes(gateway)
         self.requests = Requests(gateway.traces, gateway.recorder)
         self._maps: dict[str, int] = {}

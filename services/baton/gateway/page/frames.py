@@ -37,8 +37,8 @@ _QUANTILES = tuple(f"p{round(100 * share)}" for share in QUANTILES)
 
 
 def point(at: float, figures: Figures, running: int) -> list[float | None]:
-    """Of the charts: time of day, requests and output tokens per second, TTFT and ITL for each of QUANTILES,
-    goodput, running requests."""
+    """A point of the charts: time of day, requests and output tokens per second, TTFT and ITL for each of
+    QUANTILES, goodput, running requests."""
     found = (
         at,
         figures.requests,

@@ -19,15 +19,15 @@ SILENT_SECONDS = 2.5
 """A process that sends nothing for this time is asked anew. It sends every INTERVAL_MS."""
 RETRY_SECONDS = 0.5
 MAX_CELLS = 4096
-"""Of a pool's map."""
+"""Cells of a pool's map."""
 ALL_CELLS, LEAST_CELLS = 8192, 256
-"""Of all maps, as far as each has LEAST_CELLS: a thousand cells take a millisecond of each second."""
+"""Cells of all maps, as far as each has LEAST_CELLS: a thousand cells take a millisecond of each second."""
 
 ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
 
 
 def max_cells(workers: int) -> int:
-    """Of each pool's map, where there are so many pools."""
+    """Cells of each pool's map, where there are so many pools."""
     return max(LEAST_CELLS, min(MAX_CELLS, ALL_CELLS // max(1, workers)))
 
 

@@ -29,11 +29,11 @@ class Requests:
         self._seen = 0.0
         """Events up to this time are known."""
         self._new: list[Event] = []
-        """Of these, events that `refresh` has not looked at yet."""
+        """The events that `refresh` has not looked at yet."""
         self._events: dict[Name, list[Event]] = {}
         """The gateway's own, of the requests shown, oldest request first."""
         self._asked: set[Name] = set()
-        """Of these, requests whose row holds what other processes know."""
+        """The requests whose row holds what other processes know."""
         self._rows: dict[Name, Json] = {}
         self._changed: set[Name] = set()
 
@@ -81,7 +81,7 @@ class Requests:
             self._changed.add(name)
 
     def rows(self, *, whole: bool) -> list[Json]:
-        """Of all requests shown, or of those that have changed since `sent`."""
+        """Rows of all requests shown, or of those that have changed since `sent`."""
         names = self._rows if whole else self._changed
         return [self._rows[name] for name in names if name in self._rows]
 

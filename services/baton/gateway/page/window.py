@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the time between two samples. None: there was nothing to measure."""
+    """Figures of the time between two samples. None: there was nothing to measure."""
 
     seconds: float
     requests: float
@@ -85,7 +85,8 @@ class Window:
         return self._samples[index].running
 
     def figures(self, seconds: float, index: int = -1) -> Figures | None:
-        """Of about so many seconds before the sample at `index`; None while there are not two samples."""
+        """Figures of about so many seconds before the sample at `index`; None while there are not two
+        samples."""
         end = index % len(self._samples) if self._samples else 0
         begin = max(0, end - round(seconds / SAMPLE_SECONDS))
         if begin == end:

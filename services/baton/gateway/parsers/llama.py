@@ -15,7 +15,7 @@ from baton.gateway.parsers.tools import ToolParser, loads
 MAX_LIST = 2**20
 """Longest list of calls in Python: its parser takes much memory."""
 _KEYS = {"name", "type", "id", "function", "parameters", "arguments"}
-"""Of a call."""
+"""Keys of a call."""
 _CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*(?:\(|$)|$)")
 
 

@@ -34,7 +34,7 @@ class ToolParser(Reader):
         """Characters read as calls that are none."""
         self.called = False
         self._properties: dict[str, Mapping[str, Any]] = {}
-        """Of the tools that have been called: a schema may be large, and calls many."""
+        """Properties of the tools that have been called: a schema may be large, and calls many."""
         self._begin = 0
         """Where what may be a call begins."""
         self._space = ""

@@ -21,7 +21,7 @@ def gated(gate, up, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
 
 
 def gating(experts: Experts) -> dict[str, bool | float]:
-    """Of `gated`."""
+    """Arguments of `gated`."""
     own = experts.activation
     if isinstance(own, ClampedSwiglu):
         return {"CLAMPED": True, "ALPHA": own.alpha, "LIMIT": own.limit}

@@ -19,7 +19,7 @@ _DIM = 128
 FEW_PARTS = tl.constexpr(8)
 """So many parts are merged faster one after another: 5.5 us of 6.9 for 256 keys (groups of 4, an H100)."""
 FEW_VALUES = tl.constexpr(8 * _DIM)
-"""Of heads that fit so; more would take too many registers."""
+"""Most values of a thread for heads that fit so; more would take too many registers."""
 _LOG2E = 1.4426950408889634
 LOG2E = tl.constexpr(_LOG2E)
 
@@ -74,8 +74,8 @@ def _many_merged(
 
 @triton.jit
 def _few_merged(partial, sums, at, parts, GROUP: tl.constexpr, MERGED: tl.constexpr, DIM: tl.constexpr):
-    """The same of up to `FEW_PARTS`: all loads are under way at once, and each thread loads all sums that it
-    needs, so that little passes between threads."""
+    """Merges up to `FEW_PARTS` parts of a row: all loads are under way at once, and each thread loads all
+    sums that it needs, so that little passes between threads."""
     member, columns = tl.arange(0, MERGED)[:, None], tl.arange(0, DIM)[None, :]
     at += member + tl.zeros((1, DIM), tl.int32)
     peak = tl.full((MERGED, DIM), -1e30, tl.float32)
@@ -106,7 +106,7 @@ def _merged(
     DIM: tl.constexpr,
     SPLITS_UP: tl.constexpr,
 ):
-    """The same, the faster way."""
+    """Merges the parts of a row, the faster way by their number."""
     if MERGED * DIM <= FEW_VALUES:
         if parts <= FEW_PARTS:
             result = _few_merged(partial, sums, at, parts, GROUP, MERGED, DIM)

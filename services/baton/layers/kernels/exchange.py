@@ -29,14 +29,14 @@ PROGRAMS = 64
 REGION_BYTES = 2**18
 """What a program takes from each rank in a step; in two shots one half for parts, one for sums."""
 ROWS = 256
-"""Of `sum_norm` at most; each is a program's."""
+"""Most rows of `sum_norm`; each is a program's."""
 WORDS = 4096
 """Pairs of numbers in such a row at most."""
 ONE_SHOT_BYTES = 2**22
-"""Of more than two ranks: sums of which all ranks together have no more are taken in one shot."""
+"""For more than two ranks: sums of which all ranks together have no more are taken in one shot."""
 TWO_SHOT_ROWS = 48, 128
-"""Of more than two ranks: from so many rows on `sum_norm` takes two shots, and it takes so many at most. Both
-as measured with four H100s and rows of 4,096."""
+"""For more than two ranks: from so many rows on `sum_norm` takes two shots, and it takes so many at most.
+Both as measured with four H100s and rows of 4,096."""
 _BLOCK = 8192
 
 
@@ -51,7 +51,7 @@ def _regions(ranks: int) -> int:
 
 
 def buffer_bytes(ranks: int) -> int:
-    """Of the memory that each rank shares with the others."""
+    """Bytes of the memory that each rank shares with the others."""
     return _header(ranks) + _regions(ranks) + 2 * ranks * ROWS * WORDS * 8
 
 
@@ -267,7 +267,7 @@ def _part(start, last, PIECE: tl.constexpr, RANKS: tl.constexpr, ALIGNED: tl.con
 
 
 class Exchange:
-    """Of one rank: its own memory and where it has mapped the others'."""
+    """One rank's side of the collectives: its own memory, and where it has mapped the others'."""
 
     def __init__(
         self, rank: int, buffer: torch.Tensor, buffers: torch.Tensor, told: torch.Tensor, seconds: float

@@ -201,7 +201,7 @@ def gated(
 
 
 Scales = tuple[torch.Tensor, torch.Tensor, str]
-"""Of x and of the weight, and what shares one in the weight: "rows" or "blocks"."""
+"""Scales of x and of the weight, and what shares one in the weight: "rows" or "blocks"."""
 
 
 def _in_blocks(scales: Scales) -> bool:

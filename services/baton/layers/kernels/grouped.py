@@ -25,7 +25,7 @@ from baton.layers.kernels.tensor_cores import awaited
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of one program."""
+    """Tile sizes of one program."""
 
     columns: int
     inner: int
@@ -79,8 +79,8 @@ def _row_units(total, unit, row, n, columns, SWAP: tl.constexpr):
 
 @triton.jit
 def _columns(BK: tl.constexpr, GROUP: tl.constexpr):
-    """Of a step: all, or of 4 bits those of the low halves of its bytes; those of the high ones follow 8
-    columns later."""
+    """Columns of a step: all, or of 4 bits those of the low halves of its bytes; those of the high ones
+    follow 8 columns later."""
     if GROUP:
         byte = tl.arange(0, BK // 2)
         return byte // 8 * 16 + byte % 8
@@ -363,7 +363,8 @@ def _of(x: torch.Tensor | Quantized) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def _weights(matrix: ExpertMatrix, tile: Tile) -> torch.Tensor | TensorDescriptor:
-    """Of all experts; those of 4 bits are read by pointers, in halves of a group that may have 16 bytes."""
+    """Weights of all experts; those of 4 bits are read by pointers, in halves of a group that may have 16
+    bytes."""
     values = matrix.values.flatten(0, 1)
     return values if matrix.group else TensorDescriptor.from_tensor(values, [tile.columns, tile.inner])
 

@@ -74,7 +74,8 @@ def penalize(
     words: torch.Tensor | None = None,
     masked: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Of the rows named by `rows` (int64 [n]) of logits [rows, vocab]: a changed copy, float32 [n, vocab].
+    """Penalizes the rows named by `rows` (int64 [n]) of logits [rows, vocab]; returns a changed copy,
+    float32 [n, vocab].
 
     counted: int32 [rows], whose `counts` (float32 [slots, vocab]) and `prompt` (bool) a row has, or -1: it is
     not penalized; penalties: float32 [n]. words: int32 [masks, width], where bit t % 32 of word t // 32 is

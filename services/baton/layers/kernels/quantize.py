@@ -37,8 +37,8 @@ class Quantized:
 
 @triton.jit
 def largest(y, AXIS: tl.constexpr):
-    """Of magnitudes along an axis, at least 1e-10. No number if one of them is none: as integers those are
-    the largest, while the maximum of floats passes over them."""
+    """The largest magnitude along an axis, at least 1e-10. No number if one of them is none: as integers
+    those are the largest, while the maximum of floats passes over them."""
     bits = tl.max(tl.abs(y).to(tl.int32, bitcast=True), AXIS)
     return tl.maximum(bits, 0x2EDBE6FF).to(tl.float32, bitcast=True)
 

@@ -34,7 +34,7 @@ def _keyed(
     BIAS: tl.constexpr,
     CORRECTION: tl.constexpr,
 ):
-    """Of one token, for each expert: its score, and by what it is chosen."""
+    """For one token and each expert: its score, and the value by which it is chosen."""
     e = tl.arange(0, BLOCK)
     inside = e < EXPERTS
     score = tl.zeros((BLOCK,), tl.float32)
@@ -74,9 +74,10 @@ def _ranked(
 
 
 def _best(values: int) -> str:
-    """Of keys that a warp's lanes hold, so many each ($1 and following), the number of the best one after as
-    many others as the last operand says. Keys are numbered from lane to lane; of equal ones the first is
-    better. A round is two instructions across the warp; `tl.max` would take ten and shared memory."""
+    """Assembly that finds, among keys that a warp's lanes hold, so many each ($1 and following), the
+    number of the best one after as many others as the last operand says. Keys are numbered from lane
+    to lane; of equal ones the first is better. A round is two instructions across the warp; `tl.max`
+    would take ten and shared memory."""
     keys = [f"k{place}" for place in range(values)]
     lines = [f".reg .b32 {', '.join(keys)}, first, best, own, left;", ".reg .pred p;"]
     lines += [f"mov.b32 {key}, ${place + 1};" for place, key in enumerate(keys)]
@@ -350,7 +351,7 @@ def sort(
 
 
 def constants(router: Router) -> dict[str, int | bool]:
-    """Of `_choose` and `chosen_expert`."""
+    """Constants of `_choose` and `chosen_expert`."""
     routing, experts = router.routing, router.experts
     return {
         "EXPERTS": experts,

@@ -84,9 +84,9 @@ def _weigh(
     SPECIAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Of each group of tokens the largest logit, NaN if one is NaN (MASKED: or infinite, and of what a row's
-    mask lets pass); and for a temperature its mass, as a multiple of that logit's own weight. SPECIAL: of
-    what lies within the row's limit below its `tops`."""
+    """Finds for each group of tokens the largest logit, NaN if one is NaN (MASKED: or infinite, and of
+    what a row's mask lets pass); and for a temperature its mass, as a multiple of that logit's own
+    weight. SPECIAL: of what lies within the row's limit below its `tops`."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -88,12 +88,13 @@ class Bf16Int4:
 
 
 MakeProduct = Callable[[QuantizedWeight, torch.dtype], Product]
-"""Of a matrix, in a model of this dtype."""
+"""Makes the product of a matrix, in a model of this dtype."""
 FOUR_BITS: tuple[MakeProduct, ...] = (Dequantized, Bf16Int4)
 
 
 def exact_products(weight: QuantizedWeight, dtype: torch.dtype) -> list[Product]:
-    """Those of 4 bits that work here and are exact enough for this matrix; always `Dequantized`, first."""
+    """Products with 4 bits that work here and are exact enough for this matrix; always `Dequantized`,
+    first."""
     x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = x.double() @ weight.unpacked().dequantize().double().t()
     found: list[Product] = []

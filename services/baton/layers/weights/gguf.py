@@ -14,7 +14,7 @@ from baton.layers.weights.quantized import QuantizedTensor
 GROUP = 32
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of blocks [n, bytes]: codes [n, groups, 32]; scale and least value [n, groups], float32"""
+"""Parts of blocks [n, bytes]: codes [n, groups, 32]; scale and least value [n, groups], float32"""
 
 
 def decode(kind: str, rows: torch.Tensor) -> QuantizedTensor:
@@ -33,7 +33,7 @@ def decode(kind: str, rows: torch.Tensor) -> QuantizedTensor:
 
 
 def _halves(blocks: torch.Tensor, first: int) -> torch.Tensor:
-    """Of each byte from the first on: its low four bits, then its high ones. uint8 [n, 1, 32]"""
+    """The halves of each byte from the first on: its low four bits, then its high ones. uint8 [n, 1, 32]"""
     data = blocks[:, first:]
     return torch.cat((data & 15, data >> 4), 1)[:, None]
 

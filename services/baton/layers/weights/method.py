@@ -14,7 +14,7 @@ from baton.layers.weights import fp8
 from baton.layers.weights.quantized import QuantizedTensor
 
 INT4_GROUPS = (32, 64, 128, 256)
-"""Those that torch has a kernel for."""
+"""Group sizes that torch has a kernel for."""
 _PIECE = {"cpu": 2**21, "cuda": 2**24}
 """Weights that are quantized to 4 bits at a time: more take less time in kernels' launches, and each takes 22
 bytes meanwhile (46 MB and 370 MB)."""
@@ -40,7 +40,7 @@ class QuantizedWeight:
         """Rows that share a scale."""
         scales = -(-outputs // self.block), -(-inputs // self.group)
         self.stacked = stacked and self.bits == 4
-        """Of a GPU's experts, one below the other, whose kernels read bytes."""
+        """Whether these are a GPU's experts, one below the other, whose kernels read bytes."""
         self.zero: torch.Tensor | None = None
         """float32 as `scale`; 4 bits only."""
         if self.bits == 8:
@@ -290,7 +290,7 @@ class WeightPlan:
         return self.stored is None and not self.dummy
 
     def method_of(self, names: Sequence[str], inputs: int) -> Method | None:
-        """Of matrices that are one in memory; None: they are not quantized there."""
+        """Weight method of matrices that are one in memory; None: they are not quantized there."""
         if self.method is None or not self.method.fits(inputs):
             return None
         return self.method if self.stored is None or all(name in self.stored for name in names) else None

@@ -40,7 +40,7 @@ class QuantizedTensor:
         return QuantizedTensor(convert(self.codes), convert(self.scale), self.group, zero, self.order)
 
     def columns(self, first: int, count: int) -> QuantizedTensor:
-        """Of groups that are neighbours, whole ones."""
+        """Columns of groups that are neighbours, whole ones."""
         scale, zero = self.scale, self.zero
         if scale.shape[1] > 1:
             groups = slice(first // self.group, -(-(first + count) // self.group))
@@ -57,7 +57,7 @@ class QuantizedTensor:
 
 
 Parts = Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]
-"""Of a checkpoint's tensors: name, where the part begins on the first axis, part."""
+"""Parts of a checkpoint's tensors: name, where the part begins on the first axis, part."""
 
 
 class Format(Protocol):
