@@ -35,13 +35,13 @@ from rich.table import Table
 from shared import make_parser, save_results
 
 from baton.attention.registry import resolve as resolve_attention
-from baton.checkpoint import resolve
 from baton.cli.console import table
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
-from baton.engine.sampling import SamplingParams
-from baton.kvcache.pool import KvLayout, KvPool
-from baton.layers.weights.int8_cpu import MOST_ROWS, Int8Matrix
+from baton.engine.sampling_params import SamplingParams
+from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.layers.quantization.int8_cpu import MOST_ROWS, Int8Matrix
+from baton.model_path import resolve
 from baton.models.loader import load_model, weight_bytes
 
 PAGE, ROWS, CONTEXT, TURN = 16, 16, 512, 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.bench.engine import EngineBench
+from baton.bench.engine_bench import EngineBench
 from baton.bench.steps import Point, jobs_of
 
 LAST_OF_STEP = "_choose"

@@ -23,7 +23,7 @@ from baton.attention.paged import HostRows, PagedAttention, PagedRows
 from baton.attention.triton_paged import TritonAttention
 from baton.bench.machine import versions
 from baton.bench.steps import copy_bandwidth
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool
 
 LAYERS, KV_HEADS, DIM, PAGE = 28, 8, 128, 64
 CUDA = torch.device("cuda")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from baton.layers.kernels.matmul import Tile, matmul, tile_for
+from baton.layers.kernels.batch_invariant_matmul import MatmulTile, matmul, tile_for
 from baton.layers.linear import Linear
 
 SHAPES = {
@@ -50,8 +50,8 @@ def timed(call: Callable[[Linear], object], linears: list[Linear]) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def tile(text: str) -> Tile:
-    return Tile(*map(int, text.rstrip("p").split("x")), persistent=text.endswith("p"))
+def tile(text: str) -> MatmulTile:
+    return MatmulTile(*map(int, text.rstrip("p").split("x")), persistent=text.endswith("p"))
 
 
 @torch.inference_mode()

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from baton.bench.engine import EngineBench, EngineRun
+from baton.bench.engine_bench import EngineBench, EngineRun
 from baton.bench.machine import machine, versions
 from baton.bench.steps import Point, copy_bandwidth, profile, weight_bytes
-from baton.bench.workload import Job, Range, Workload
+from baton.bench.workload import Job, TokenRange, Workload
 from baton.config import WorkerConfig
 from baton.rpc.logs import configure
 
@@ -32,7 +32,11 @@ sys.path.append(str(Path(__file__).parent.parent / "tools"))
 from make_shape import write_shape
 
 NANO = Workload(
-    prompt_tokens=Range(100, 1024), output_tokens=Range(100, 1024), requests=256, temperature=0.6, nano=True
+    prompt_tokens=TokenRange(100, 1024),
+    output_tokens=TokenRange(100, 1024),
+    requests=256,
+    temperature=0.6,
+    nano=True,
 )
 PARTS = {"b1": (1, 128, 256, 0.0), "b64": (64, 1024, 64, 0.0), "b256": (256, 128, 48, 0.6), "nano": None}
 """Rows, prompt tokens, output tokens, temperature."""
@@ -58,8 +62,8 @@ def fixed(
     runs = []
     for repeat in range(repeats + 1):
         work = Workload(
-            prompt_tokens=Range(length, length),
-            output_tokens=Range(output, output),
+            prompt_tokens=TokenRange(length, length),
+            output_tokens=TokenRange(output, output),
             requests=rows,
             seed=repeat,
         )

@@ -16,17 +16,17 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.kernels import gemm, quantized_gemm, quantized_gemv
-from baton.layers.kernels.products import scaled_product
 from baton.layers.kernels.quantized_linear import quantize_for
+from baton.layers.kernels.scaled_mm import scaled_product
 from baton.layers.linear import Linear
-from baton.layers.weights.method import Method, QuantizedWeight
+from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod
 
 SHAPES = {"gate-up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "output": (4096, 4096)}
 KINDS = {
-    "fp8": Method(8, floating=True),
-    "blocks": Method(8, 128, floating=True, rows=128),
-    "int8": Method(8),
-    "int4": Method(4, 64),
+    "fp8": WeightMethod(8, floating=True),
+    "blocks": WeightMethod(8, 128, floating=True, rows=128),
+    "int8": WeightMethod(8),
+    "int4": WeightMethod(4, 64),
 }
 COPIES_BYTES = 200e6
 CUDA = torch.device("cuda")
@@ -34,7 +34,7 @@ Block = tuple[int, int, int]
 Calls = list[Callable[[], object]]
 
 
-def made(method: Method, rows: int, columns: int) -> QuantizedWeight:
+def made(method: WeightMethod, rows: int, columns: int) -> QuantizedWeight:
     """Of random codes and scales, at once on the device."""
     weight = QuantizedWeight(method, rows, columns, CUDA)
     raw = torch.randint(0, 256, weight.codes.shape, device=CUDA, dtype=torch.uint8)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 from baton.ranks.communicator import Rendezvous, meet_on_gpus
-from baton.transport import cuda
+from baton.transport import cuda_runtime
 
 CALLS = 20
 SGL_BYTES = 2**23
@@ -44,12 +44,12 @@ class SglSum:
 
     def _shared(self, memory: torch.Tensor) -> list[int]:
         """Where each rank's such memory is for this one."""
-        handle, offset = cuda.export_memory(memory.data_ptr())
+        handle, offset = cuda_runtime.export_memory(memory.data_ptr())
         theirs = gathered((handle, offset))
         places = [memory.data_ptr()] * len(theirs)
         for rank, (handle, offset) in enumerate(theirs):
             if rank != self._rank:
-                places[rank] = cuda.open_memory(handle) + offset
+                places[rank] = cuda_runtime.open_memory(handle) + offset
         return places
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from baton.bench.engine import EngineBench
+from baton.bench.engine_bench import EngineBench
 from baton.bench.machine import machine, versions
 from baton.bench.steps import Point
 from baton.config import WorkerConfig

@@ -27,21 +27,21 @@ from typing import Any
 from rich.console import Console
 from shared import make_parser, save_results
 
-from baton.bench.clients import make_target, run_clients
-from baton.bench.engine import EngineBench
+from baton.bench.engine_bench import EngineBench
+from baton.bench.kv_transfer import pull_cost
+from baton.bench.load_processes import make_target, run_clients
 from baton.bench.profile import LIMIT, SPLIT, fitted, grid, measure_all, measure_host, problem
 from baton.bench.summary import summarize
-from baton.bench.transfer import pull_cost
-from baton.bench.workload import Range, Workload
+from baton.bench.workload import TokenRange, Workload
 from baton.cli.console import table
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.config import DecodeConfig, PrefillConfig, WorkerConfig
-from baton.latency import Targets
-from baton.plan.nodes import Setup
-from baton.plan.profile import EngineFacts, Profile, to_dict
-from baton.plan.simulation import Layout, simulate
-from baton.plan.traffic import Arrival, Traffic
-from baton.stepcost import StepCost
+from baton.sizing.nodes import NodeSetup
+from baton.sizing.profile import EngineFacts, Profile, to_dict
+from baton.sizing.simulation import NodeLayout, simulate
+from baton.sizing.traffic import Arrival, Traffic
+from baton.slo import Targets
+from baton.step_cost import StepCost
 
 COMPARED = (
     "requests_per_second",
@@ -62,31 +62,31 @@ TIMEOUT = 60.0
 class Case:
     name: str
     computed: bool
-    layout: Layout
+    layout: NodeLayout
     work: Workload
     targets: Targets
 
 
-def load(rate: float, seconds: float, prompt: Range, output: Range) -> Workload:
+def load(rate: float, seconds: float, prompt: TokenRange, output: TokenRange) -> Workload:
     return Workload(prompt_tokens=prompt, output_tokens=output, rate=rate, seconds=seconds)
 
 
 def cases(seconds: float, stretch: float) -> list[Case]:
     """stretch: of timed steps, and so of the times between requests and of targets."""
-    prompts, outputs = Range(100, 700), Range(16, 96)
-    computed = load(1.6, seconds, Range(64, 384), Range(16, 64))
+    prompts, outputs = TokenRange(100, 700), TokenRange(16, 96)
+    computed = load(1.6, seconds, TokenRange(64, 384), TokenRange(16, 64))
 
-    def timed(name: str, layout: Layout, rate: float, itl_ms: float = 50) -> Case:
+    def timed(name: str, layout: NodeLayout, rate: float, itl_ms: float = 50) -> Case:
         targets = Targets(ttft_ms=300 * stretch, itl_ms=itl_ms * stretch)
         return Case(f"timed {name}", False, layout, load(rate / stretch, seconds, prompts, outputs), targets)
 
     return [
-        timed("1 + 1", Layout(1, 1), 4),
-        timed("2 + 1", Layout(2, 1), 8),
+        timed("1 + 1", NodeLayout(1, 1), 4),
+        timed("2 + 1", NodeLayout(2, 1), 8),
         # Prompts lie between its tokens: what 50 ms let through is too few to be compared.
-        timed("2 aggregated", Layout(0, 2), 5, itl_ms=150),
-        Case("computed 1 aggregated", True, Layout(0, 1), computed, Targets(ttft_ms=300, itl_ms=30)),
-        Case("computed 1 + 1", True, Layout(1, 1), computed, Targets(ttft_ms=300, itl_ms=30)),
+        timed("2 aggregated", NodeLayout(0, 2), 5, itl_ms=150),
+        Case("computed 1 aggregated", True, NodeLayout(0, 1), computed, Targets(ttft_ms=300, itl_ms=30)),
+        Case("computed 1 + 1", True, NodeLayout(1, 1), computed, Targets(ttft_ms=300, itl_ms=30)),
     ]
 
 
@@ -124,7 +124,7 @@ class Model:
         return found.cost, found.summary()
 
 
-def deployment(layout: Layout, step_profile: Path | None, console: Console) -> Deployment:
+def deployment(layout: NodeLayout, step_profile: Path | None, console: Console) -> Deployment:
     worker = {"device": "cpu", "threads": 1, "kv_tokens": KV_TOKENS, "step_profile": str(step_profile or "")}
     settings = {"prefill": worker, "decode": {**worker, **SPLIT}}
     plan = DeploymentPlan(
@@ -142,7 +142,7 @@ async def run_case(
         file = Path(folder) / "steps.json"
         file.write_text(json.dumps({"step": asdict(timed_step)}))
         async with AsyncExitStack() as stack:
-            first = case.layout if not case.computed else Layout(1, 1)
+            first = case.layout if not case.computed else NodeLayout(1, 1)
             measured = timed = await stack.enter_async_context(deployment(first, file, console))
             if case.computed:
                 measured = await stack.enter_async_context(deployment(case.layout, None, console))
@@ -176,7 +176,7 @@ def predict(case: Case, profile: Profile, vocabulary: int) -> dict[str, Any]:
     """The same requests, simulated."""
     jobs = case.work.jobs(vocabulary, profile.engine.context_length)
     arrivals = tuple(Arrival(job.at, len(job.prompt), job.output_tokens) for job in jobs)
-    setup = Setup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=LIMIT))
+    setup = NodeSetup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=LIMIT))
     found = simulate(case.layout, setup, Traffic(arrivals, 0, len(arrivals)))
     figures = summarize(found.records, case.targets, case.work.seconds)
     busy = {kind: asdict(part)["busy"] for kind in ("prefill", "decode") if (part := getattr(found, kind))}

@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 from baton.bench.machine import machine, versions
 from baton.config import DecodeConfig
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.ranks.channel import Channel, ChannelClosed
 from baton.ranks.plan_codec import PlanDecoder, PlanEncoder
 from baton.worker.engine import Engine, build_engine

@@ -38,8 +38,8 @@ from shared import make_parser, save_results
 from timed import Ask, ask, timed
 
 from baton.client import AsyncClient
-from baton.stepcost import StepCost
-from baton.tracing.recorder import CAPACITY, Kind, Recorder
+from baton.step_cost import StepCost
+from baton.tracing.recorder import CAPACITY, EventKind, Recorder
 
 MOST = 1.02
 COST = StepCost(fixed=3e-3, row=1e-5, key=0.0, token=2e-6, pair=0.0)
@@ -109,7 +109,9 @@ def ring_bytes() -> int:
     recorder = Recorder()
     for number in range(CAPACITY):
         address = f"10.0.{number % 250}.1:50071"
-        recorder.add(Kind.SENT, 2**63 + 1, number // 20, 0, 0, 1000 + number, 10**9 + number, number, address)
+        recorder.add(
+            EventKind.SENT, 2**63 + 1, number // 20, 0, 0, 1000 + number, 10**9 + number, number, address
+        )
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return size

@@ -38,10 +38,10 @@ from rich.console import Console
 from rich.table import Table
 from shared import make_parser, save_results
 
-from baton.bench.client import Target
-from baton.bench.clients import run_clients
+from baton.bench.load_client import Target
+from baton.bench.load_processes import run_clients
 from baton.bench.summary import summarize
-from baton.bench.workload import Range, Workload
+from baton.bench.workload import TokenRange, Workload
 from baton.gateway.routing import POLICIES
 
 PROFILE = {"fixed": 0.01, "row": 0.0005, "key": 0.0, "token": 0.0004, "pair": 0.0}
@@ -53,24 +53,24 @@ WORKLOADS = {
     "conversation": Workload(
         kind="conversation",
         opening=800,
-        prompt_tokens=Range(40, 80),
-        output_tokens=Range(20, 40),
-        turns=Range(4, 8),
+        prompt_tokens=TokenRange(40, 80),
+        output_tokens=TokenRange(20, 40),
+        turns=TokenRange(4, 8),
         think=3.5,
         requests=240,
         concurrency=18,
     ),
     "documents": Workload(
         kind="documents",
-        prompt_tokens=Range(1500, 1500),
-        output_tokens=Range(10, 30),
+        prompt_tokens=TokenRange(1500, 1500),
+        output_tokens=TokenRange(10, 30),
         documents=14,
         rate=3.5,
     ),
-    "random": Workload(prompt_tokens=Range(300, 900), output_tokens=Range(10, 30), rate=3.0),
+    "random": Workload(prompt_tokens=TokenRange(300, 900), output_tokens=TokenRange(10, 30), rate=3.0),
 }
 WARM_UP = Workload(
-    prompt_tokens=Range(300, 900), output_tokens=Range(10, 30), requests=24, concurrency=8, seed=99
+    prompt_tokens=TokenRange(300, 900), output_tokens=TokenRange(10, 30), requests=24, concurrency=8, seed=99
 )
 """Not measured."""
 BOUNDS: dict[str, dict[str, tuple[str, float]]] = {

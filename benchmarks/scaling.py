@@ -25,7 +25,7 @@ from rich.console import Console
 from shared import make_parser, save_results
 from timed import H200_8B, Answer, Ask, ask, slowed, timed
 
-from baton.cli.nodes import ask_deployment
+from baton.cli.node_reports import ask_deployment
 from baton.client import AsyncClient
 
 LEAST = 1.9

@@ -21,8 +21,8 @@ from baton.decode import peers
 from baton.decode.peers import PullTask
 from baton.engine.batch import Step
 from baton.engine.step_loop import StepPipeline
+from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import FirstSampled
-from baton.handoff.prefill_side import PrefillSide
 from baton.prefill import shell
 from baton.worker import engine
 

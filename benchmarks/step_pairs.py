@@ -23,7 +23,7 @@ import json, os, sys
 sys.path.insert(0, os.getcwd() + "/services")
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-from baton.bench.engine import EngineBench
+from baton.bench.engine_bench import EngineBench
 from baton.bench.steps import Point, jobs_of
 from baton.bench.workload import Job
 from baton.config import WorkerConfig

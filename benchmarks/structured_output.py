@@ -40,11 +40,11 @@ from baton.cli.console import table
 from baton.config import DecodeConfig
 from baton.decode.core import make_core
 from baton.decode.types import Key
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import StepPipeline
-from baton.grammar.base import Grammar, GrammarError, GrammarSpec
+from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.grammar.llguidance import LlguidanceMatcher
 from baton.worker.engine import build_engine
 
@@ -92,7 +92,7 @@ class NotedGrammar:
         return noted
 
 
-def single_masks(grammar: Grammar, outputs: Sequence[Sequence[int]], vocab_size: int) -> list[float]:
+def single_masks(grammar: CompiledGrammar, outputs: Sequence[Sequence[int]], vocab_size: int) -> list[float]:
     """Seconds of each mask, the token before it included."""
     words = np.empty(-(-vocab_size // 32), np.int32)
     times: list[float] = []
@@ -162,7 +162,7 @@ class Engine:
             )
             prompt = tuple(rng.integers(10, self.engine.model_info.vocab_size, PROMPT).tolist())
             key = Key("benchmark", self.number)
-            request = Request(key, prompt, params, grammar=self.grammar if bound else None)
+            request = EngineRequest(key, prompt, params, grammar=self.grammar if bound else None)
             self.core.start(key, 1, 0, request, (), time.monotonic())
         found, used = Round(), 0.0
         while self.core.requests:

@@ -20,16 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from baton.api.server import GatewayNode
 from baton.cli.main import main as baton
 from baton.decode.server import DecodeNode
-from baton.gateway.server import GatewayNode
-from baton.tracing.recorder import CAPACITY, Kind, Recorder
+from baton.tracing.recorder import CAPACITY, EventKind, Recorder
 
 
 def fill(recorder: Recorder) -> None:
     """With events of no request, so that from the first one on each new event drops an old one."""
     for number in range(CAPACITY):
-        recorder.add(Kind.SENT, 2**63 + 1, number // 20, 0, 0, 1000 + number, 10**9 + number, number)
+        recorder.add(EventKind.SENT, 2**63 + 1, number // 20, 0, 0, 1000 + number, 10**9 + number, number)
 
 
 def repeat(recorder: Recorder, times: int) -> None:

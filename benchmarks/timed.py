@@ -22,7 +22,7 @@ from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.supervisor import SERVE
 from baton.client import AsyncClient
 from baton.client.types import Options
-from baton.stepcost import StepCost
+from baton.step_cost import StepCost
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
 

@@ -38,7 +38,7 @@ def verdict(kind: str, architecture: str) -> tuple[str, str]:
     import torch
     from transformers import AutoConfig
 
-    from baton.checkpoint import CheckpointError
+    from baton.model_path import CheckpointError
     from baton.models.config import read_config
     from baton.models.loader import kv_shape
 

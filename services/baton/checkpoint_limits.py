@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from baton.checkpoint import CheckpointError
+from baton.model_path import CheckpointError
 
 MAX_BYTES = 2**28
 """Of a JSON file."""

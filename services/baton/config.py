@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Attention = Literal[
+AttentionBackendName = Literal[
     "auto",
     "fa3",
     "fa3-fixed",
-    "fa3-latent",
+    "fa3-mla",
     "flashinfer",
     "mixed",
     "torch",
-    "torch-latent",
+    "torch-mla",
     "triton",
     "triton-fixed",
-    "triton-latent",
+    "triton-mla",
 ]
 """Attention backends; "auto": the best that works."""
 
@@ -139,9 +139,9 @@ class WorkerConfig(NodeConfig):
     the checkpoint's scales, else 1. All workers of a deployment alike."""
     threads: int = 0
     """Threads of tensor operations on a CPU, of each rank; 0: all cores, divided among the ranks."""
-    prefill_attention: Attention = "auto"
+    prefill_attention: AttentionBackendName = "auto"
     """Attention backend for prompts; `baton doctor` lists those that work here."""
-    decode_attention: Attention = "auto"
+    decode_attention: AttentionBackendName = "auto"
     """Attention backend for decode rows."""
     step_profile: str = ""
     """File of `baton bench profile`: steps take the time that it says, and compute nothing; tokens mean

@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 
-from baton.checkpoint import CheckpointError, split_name
+from baton.model_path import CheckpointError, split_name
 
 SUPPORTED = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
@@ -142,10 +142,10 @@ def _opened(path: Path, states: tuple[tuple[int, int, int], ...]) -> GgufFile:
     return GgufFile(path)
 
 
-def _open(path: Path) -> _Reader:
+def _open(path: Path) -> _ArrayReader:
     try:
         with np.errstate(over="raise"):  # offsets are added in 64 bits
-            reader = _Reader(path)
+            reader = _ArrayReader(path)
     except Exception as error:  # the package raises whatever an arbitrary file leads it to
         raise CheckpointError(f"{path} cannot be read: {_reason(path, error)}") from error
     if reader.byte_order != "I":
@@ -160,7 +160,7 @@ def _open(path: Path) -> _Reader:
     return reader
 
 
-def _further_parts(path: Path, first: _Reader) -> Iterator[tuple[Path, _Reader]]:
+def _further_parts(path: Path, first: _ArrayReader) -> Iterator[tuple[Path, _ArrayReader]]:
     """All parts of a split model but the first, which is open; nothing for a model in one file."""
     count, number = first.values.get("split.count", 0), first.values.get("split.no", 0)
     if not isinstance(count, int) or not isinstance(number, int):
@@ -187,7 +187,7 @@ def _further_parts(path: Path, first: _Reader) -> Iterator[tuple[Path, _Reader]]
         yield part, reader
 
 
-class _Reader(GGUFReader):
+class _ArrayReader(GGUFReader):
     """Reads an array at once. The parent makes several numpy arrays for each of its elements, which takes
     seconds for a vocabulary."""
 

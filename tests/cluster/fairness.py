@@ -17,11 +17,11 @@ from checkpoints import VOCABULARY, make_model, save
 from deployment import Deployment
 from process import Process
 
-from baton.bench.client import LoadClient
-from baton.bench.workload import Job, Range, Workload
-from baton.latency import Record
+from baton.bench.load_client import LoadClient
+from baton.bench.workload import Job, TokenRange, Workload
 from baton.rpc.channel import open_channel
-from baton.stepcost import StepCost, StepLoad
+from baton.slo import RequestTimes
+from baton.step_cost import StepCost, StepLoad
 from baton.v1 import inference_pb2_grpc
 
 COST = StepCost(fixed=4e-3, row=1e-4, key=1e-7, token=4e-5, pair=2e-9)
@@ -58,7 +58,7 @@ class Seen:
     itl_p99: float
 
     @classmethod
-    def of(cls, records: Iterable[Record]) -> Seen:
+    def of(cls, records: Iterable[RequestTimes]) -> Seen:
         records = list(records)
         failed = [record for record in records if record.error]
         assert records and not failed, failed
@@ -115,14 +115,14 @@ async def measure(address: str, seconds: float) -> Outcome:
     return Outcome(Seen.of(alone), Seen.of(beside), float(np.median(times)), len(times))
 
 
-async def _short(stub: inference_pb2_grpc.InferenceStub, seconds: float) -> list[Record]:
+async def _short(stub: inference_pb2_grpc.InferenceStub, seconds: float) -> list[RequestTimes]:
     asker = _asker(stub)
     await asker.open_loop([_job(at, SHORT, OUTPUT) for at in np.arange(0.0, seconds, EVERY_SECONDS).tolist()])
     return asker.records
 
 
 def _asker(stub: inference_pb2_grpc.InferenceStub) -> LoadClient:
-    work = Workload(prompt_tokens=Range(SHORT, SHORT), output_tokens=Range(OUTPUT, OUTPUT))
+    work = Workload(prompt_tokens=TokenRange(SHORT, SHORT), output_tokens=TokenRange(OUTPUT, OUTPUT))
     return LoadClient(stub, work, REQUEST_SECONDS, time.monotonic())
 
 

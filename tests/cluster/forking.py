@@ -43,7 +43,7 @@ IMPORTED = (
     "baton.cli.bench_serve",
     "baton.cli.bench_offline",
     "baton.cli.bench_step",
-    "baton.gateway.server",
+    "baton.api.server",
     "baton.tokenizer.server",
     "baton.prefill.server",
     "baton.decode.server",

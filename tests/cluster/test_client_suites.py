@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from deployment import Deployment
 
-from baton.checkpoint import CheckpointError, resolve
+from baton.model_path import CheckpointError, resolve
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "clients" / "bin"

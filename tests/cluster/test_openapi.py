@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis import Case
 from schemathesis.specs.openapi import checks
 
-from baton.gateway.openapi import document
+from baton.api.openapi import document
 
 EXAMPLES = 12
 """Of each endpoint."""

@@ -14,7 +14,7 @@ from checkpoints import make_model, save
 from deployment import Deployment
 
 from baton.client import AsyncClient
-from baton.stepcost import StepCost
+from baton.step_cost import StepCost
 
 PROMPT_STEP = 0.005
 DECODE_STEP = 0.25

@@ -24,8 +24,8 @@ from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from baton.api.page.window import QUANTILES, quantile
 from baton.client import Client
-from baton.gateway.page.window import QUANTILES, quantile
 from baton.rpc.authentication import HEADER
 
 pytestmark = [

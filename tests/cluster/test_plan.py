@@ -12,16 +12,16 @@ import pytest
 from deployment import Deployment
 from process import ENVIRONMENT
 
-from baton.bench.clients import make_target, run_clients
+from baton.bench.load_processes import make_target, run_clients
 from baton.bench.profile import LIMIT, measure_host
 from baton.bench.summary import summarize
-from baton.bench.workload import Range, Workload
+from baton.bench.workload import TokenRange, Workload
 from baton.config import DecodeConfig, PrefillConfig
-from baton.plan.nodes import Setup
-from baton.plan.profile import EngineFacts, Profile, PullCost, read_profile
-from baton.plan.simulation import Layout, simulate
-from baton.plan.traffic import Arrival, Traffic
-from baton.stepcost import StepCost
+from baton.sizing.nodes import NodeSetup
+from baton.sizing.profile import EngineFacts, MeasuredPullCost, Profile, read_profile
+from baton.sizing.simulation import NodeLayout, simulate
+from baton.sizing.traffic import Arrival, Traffic
+from baton.step_cost import StepCost
 
 STEP = StepCost(fixed=40e-3, row=2e-4, key=0.0, token=2e-4, pair=0.0)
 """Long, so that a busy machine adds little."""
@@ -88,7 +88,7 @@ async def test_a_prediction_is_near_what_real_processes_do(tmp_path):
 async def both(address: str, seed: int) -> tuple[dict, dict]:
     """The figures of a load, and what is predicted of it."""
     work = Workload(
-        prompt_tokens=Range(60, 400), output_tokens=Range(4, 24), rate=6.0, seconds=4.0, seed=seed
+        prompt_tokens=TokenRange(60, 400), output_tokens=TokenRange(4, 24), rate=6.0, seconds=4.0, seed=seed
     )
     host = await measure_host(address, STEP)
     target = await make_target(address, 1, 4, 60.0)
@@ -96,10 +96,10 @@ async def both(address: str, seed: int) -> tuple[dict, dict]:
     assert real["failures"] == {} and real["requests"] > 10
     jobs = work.jobs(target.vocabulary, target.context)
     arrivals = tuple(Arrival(job.at, len(job.prompt), job.output_tokens) for job in jobs)
-    profile = Profile(STEP, EngineFacts(kv_tokens=16384), PullCost(2e-3, 1e9), host)
+    profile = Profile(STEP, EngineFacts(kv_tokens=16384), MeasuredPullCost(2e-3, 1e9), host)
     found = simulate(
-        Layout(1, 1),
-        Setup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=LIMIT)),
+        NodeLayout(1, 1),
+        NodeSetup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=LIMIT)),
         Traffic(arrivals, 0, len(arrivals)),
     )
     return real, summarize(found.records)

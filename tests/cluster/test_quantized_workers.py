@@ -14,7 +14,7 @@ from deployment import Deployment
 from process import Process
 from transformers import PreTrainedModel
 
-from baton.layers.weights.method import quantize
+from baton.layers.quantization.weight_method import quantize
 from quantizers import Scheme, awq, compressed, fp8_blocks, write
 
 OUTPUT = 64

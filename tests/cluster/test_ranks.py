@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reference import Answer, Reference
 from spare_followers import NAME
 
-from baton.cli.nodes import ask_deployment
+from baton.cli.node_reports import ask_deployment
 from baton.cli.status import status_table
 from baton.client.types import PositionLogprobs
 from baton.transport.shm import reap_orphans

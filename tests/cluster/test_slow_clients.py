@@ -19,8 +19,8 @@ from deployment import Deployment
 from polling import until
 
 from baton.client import AsyncClient
-from baton.latency import tpot
-from baton.stepcost import StepCost
+from baton.slo import tpot
+from baton.step_cost import StepCost
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 pytestmark = [pytest.mark.alone, pytest.mark.times]

@@ -22,9 +22,9 @@ from test_sessions import Reference, Turn, ask, greedy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
-from baton.checkpoint import CheckpointError, resolve
 from baton.client import Client
 from baton.gguf_file import GgufFile
+from baton.model_path import CheckpointError, resolve
 from baton.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from gguf_models import apart, own_name
 

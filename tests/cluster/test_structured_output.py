@@ -30,7 +30,7 @@ from process import Process
 from pydantic import BaseModel, Field
 
 from baton.client import AsyncClient, BatonError, Completion
-from baton.client.aio import AsyncStream
+from baton.client.async_client import AsyncStream
 from baton.grammar.base import GrammarSpec
 from baton.grammar.llguidance import LlguidanceBackend
 from random_schemas import random_schema

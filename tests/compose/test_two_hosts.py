@@ -8,7 +8,7 @@ import pytest
 import yaml
 from engine import compose_command, run
 
-from baton.cli.fields import ROLES, build
+from baton.cli.config_fields import ROLES, build
 from baton.cli.serve import serve
 
 HOSTS = {"BATON_HOST_A": "10.0.0.1", "BATON_HOST_B": "10.0.0.2"}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import grpc.aio
 from scripted_decode import ScriptedDecode
 
+from baton.api.server import GatewayNode
 from baton.config import GatewayConfig, TokenizerConfig
-from baton.gateway.server import GatewayNode
 from baton.rpc.channel import open_channel
 from baton.rpc.node import run_node
 from baton.tokenizer.detokenize import decode as detokenize

@@ -12,7 +12,7 @@ import grpc.aio
 from baton.rpc.address import new_incarnation
 from baton.rpc.channel import server_options
 from baton.rpc.errors import BatonError, cancelled, to_status
-from baton.rpc.streams import Outbox
+from baton.rpc.outbox import Outbox
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from ports import free_port
 

@@ -24,7 +24,7 @@ from baton.cli.health import check
 from baton.config import NodeConfig
 from baton.rpc import authentication, http_server
 from baton.rpc.address import is_loopback
-from baton.rpc.authentication import HEADER, Cluster, ClusterTls
+from baton.rpc.authentication import HEADER, ClusterCredentials, ClusterTls
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import BatonError, from_rpc_error
 from baton.rpc.http_server import HttpServer, listen, metrics_app
@@ -162,7 +162,7 @@ async def test_two_secrets_at_once_are_none(guarded):
 
 
 async def test_who_knows_the_secret_reaches_all_of_them(guarded):
-    cluster = Cluster(SECRET)
+    cluster = ClusterCredentials(SECRET)
     async with cluster.dial(guarded.node.address) as channel:
         for call in calls(channel).values():
             await call(timeout=10)
@@ -170,7 +170,7 @@ async def test_who_knows_the_secret_reaches_all_of_them(guarded):
 
 
 async def test_the_page_transport_shows_the_secret(guarded):
-    for cluster, works in ((Cluster(SECRET), True), (Cluster(), False)):
+    for cluster, works in ((ClusterCredentials(SECRET), True), (ClusterCredentials(), False)):
         local = bytearray(2 * PAGE)
         pages = HostPages(memoryview(local), PAGE)
         receiver = GrpcReceiver(guarded.node.address, pages, 2, dial=cluster.dial)
@@ -194,11 +194,11 @@ async def test_mutual_tls(tmp_path):
     it = Running(Everything(), config)
     address = await it.started()
     # One of our CA; none; one of another CA; one of ours by somebody who trusts another CA.
-    async with Cluster.load(config).dial(address) as channel:
+    async with ClusterCredentials.load(config).dial(address) as channel:
         for call in calls(channel).values():
             await call(timeout=10)
     mixed = [tls_of(ours.ca, theirs.cert, theirs.key), tls_of(theirs.ca, ours.cert, ours.key)]
-    for stranger in (Cluster(SECRET), *(Cluster(SECRET, tls) for tls in mixed)):
+    for stranger in (ClusterCredentials(SECRET), *(ClusterCredentials(SECRET, tls) for tls in mixed)):
         async with stranger.dial(address) as channel:
             for name in ("Prefill", "GetInfo"):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -230,7 +230,9 @@ async def test_a_certificate_for_one_name_serves_all(tmp_path):
     it = Running(EchoNode(), NodeConfig(**files, drain_seconds=0.1))
     address = await it.started()
     for name, works in (("baton.cluster", True), ("", False)):
-        async with Cluster.load(NodeConfig(**files, cluster_tls_name=name)).dial(address) as channel:
+        async with ClusterCredentials.load(NodeConfig(**files, cluster_tls_name=name)).dial(
+            address
+        ) as channel:
             call = tokenizer_pb2_grpc.TokenizerStub(channel).Encode(encode("x"), timeout=5)
             if works:
                 await call
@@ -250,12 +252,14 @@ async def test_a_reachable_address_needs_a_secret_or_a_word(capsys, monkeypatch,
     secret = secret_file(tmp_path)
     in_clear = NodeConfig(cluster_secret_file=secret, cluster_secret_in_clear=True)
     for config in (in_clear, NodeConfig(insecure=True)):
-        guard = authentication.ClusterAuthentication(Cluster.load(config))
+        guard = authentication.ClusterAuthentication(ClusterCredentials.load(config))
         authentication.check_address(host, guard, config.insecure)
     with pytest.raises(BatonError):
-        authentication.check_address(host, authentication.ClusterAuthentication(Cluster()), False)
+        authentication.check_address(host, authentication.ClusterAuthentication(ClusterCredentials()), False)
     with pytest.raises(BatonError, match="--cluster-secret-in-clear"):
-        authentication.check_address(host, authentication.ClusterAuthentication(Cluster(SECRET)), False)
+        authentication.check_address(
+            host, authentication.ClusterAuthentication(ClusterCredentials(SECRET)), False
+        )
 
 
 def test_the_secret_leaves_this_machine_over_tls_only():
@@ -265,17 +269,20 @@ def test_the_secret_leaves_this_machine_over_tls_only():
     sent = ((HEADER, SECRET),)
     for address in (*ours, *others):
         expected = sent if address in ours else ()
-        assert Cluster(SECRET).metadata(address, encrypted=False) == expected, address
-        assert Cluster(SECRET, tls).metadata(address, encrypted=True) == sent
-        assert Cluster(SECRET, secret_in_clear=True).metadata(address, encrypted=False) == sent
-        assert Cluster().metadata(address, encrypted=True) == ()
+        assert ClusterCredentials(SECRET).metadata(address, encrypted=False) == expected, address
+        assert ClusterCredentials(SECRET, tls).metadata(address, encrypted=True) == sent
+        assert ClusterCredentials(SECRET, secret_in_clear=True).metadata(address, encrypted=False) == sent
+        assert ClusterCredentials().metadata(address, encrypted=True) == ()
 
 
 async def test_the_secret_is_not_sent_to_another_machine(guarded):
     """The process has another name here, which could be another machine's."""
     port = guarded.node.address.rpartition(":")[2]
     address = f"ipv4:127.0.0.1:{port}"  # no loopback address by its looks
-    for cluster, works in ((Cluster(SECRET), False), (Cluster(SECRET, secret_in_clear=True), True)):
+    for cluster, works in (
+        (ClusterCredentials(SECRET), False),
+        (ClusterCredentials(SECRET, secret_in_clear=True), True),
+    ):
         async with cluster.dial(address) as channel:
             if works:
                 await calls(channel)["GetInfo"](timeout=10)
@@ -380,4 +387,6 @@ async def test_slow_clients_of_metrics_are_left_and_hold_no_thread(monkeypatch):
 
 def test_secrets_do_not_show():
     tls = ClusterTls(b"ca", b"cert", b"-key-")
-    assert SECRET not in repr(Cluster(SECRET, tls)) and "-key-" not in repr(Cluster(SECRET, tls))
+    assert SECRET not in repr(ClusterCredentials(SECRET, tls)) and "-key-" not in repr(
+        ClusterCredentials(SECRET, tls)
+    )

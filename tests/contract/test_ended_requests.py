@@ -9,15 +9,15 @@ import pytest
 from gateway_rig import Stream, gateway, text_of, until
 from scripted_decode import ScriptedDecode, endless, saying
 
-from baton.gateway.inference import _ClientStream
-from baton.gateway.requests import Request
+from baton.gateway.grpc_inference import _ClientStream
+from baton.gateway.request import GatewayRequest
 from baton.rpc.errors import BatonError
 from baton.tokenizer import service
 from baton.v1 import tokenizer_pb2
 
 
 def alive() -> list[object]:
-    return [each for each in gc.get_objects() if type(each) in (Request, _ClientStream)]
+    return [each for each in gc.get_objects() if type(each) in (GatewayRequest, _ClientStream)]
 
 
 def failing(code: grpc.StatusCode, reason: str):

@@ -17,11 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_decode import ScriptedDecode, endless, saying
 
 import certificates
+from baton.api.server import serve
 from baton.client import AsyncClient, BatonError, Client
 from baton.config import GatewayConfig
 from baton.gateway import authentication
 from baton.gateway.authentication import ApiKeys, Limits
-from baton.gateway.server import serve
 from baton.rpc import http_server
 from baton.rpc.authentication import HEADER
 from baton.rpc.channel import open_channel

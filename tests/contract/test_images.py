@@ -7,12 +7,12 @@ import pytest
 from gateway_rig import gateway
 from scripted_decode import STOP, ScriptedDecode, saying
 
-from baton.gateway.anthropic_protocol import MessagesRequest, chat_prompt
-from baton.gateway.images import OMITTED
-from baton.gateway.json_body import parse_body
-from baton.gateway.openai_chat import ChatRequest, chat_start
-from baton.gateway.openai_errors import ApiError
-from baton.gateway.responses_protocol import ResponsesRequest, response_start
+from baton.api.anthropic_protocol import MessagesRequest, chat_prompt
+from baton.api.images import OMITTED
+from baton.api.json_body import parse_body
+from baton.api.openai_chat import ChatRequest, chat_start
+from baton.api.openai_errors import ApiError
+from baton.api.responses_protocol import ResponsesRequest, response_start
 
 URL = "data:image/png;base64,iVBORw0KGgo="
 CHAT = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}

@@ -10,7 +10,7 @@ from gateway_rig import Stream, gateway, text_of, tokenizer, until
 from scripted_decode import LENGTH, ScriptedDecode, endless, saying, silent
 
 from baton.demo import model_path
-from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.tokenizer_client import TokenizerClient
 from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.v1 import decode_pb2
 from ports import free_port
@@ -178,7 +178,7 @@ async def test_prompts_of_text_fail_without_a_tokenizer():
 async def test_tokens_without_any_tokenizer_ever():
     """Their answer would have no text."""
     nowhere = f"127.0.0.1:{free_port()}"
-    tokenizers = Tokenizer(0.3)
+    tokenizers = TokenizerClient(0.3)
     tokenizers.add(nowhere)
     with pytest.raises(BatonError) as error:
         await tokenizers.ready(10.0)
@@ -192,7 +192,7 @@ async def test_a_tokenizer_with_another_vocabulary_is_not_used(tmp_path):
     content["added_tokens"][1]["special"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     async with tokenizer() as first, tokenizer(model=str(tmp_path)) as other:
-        tokenizers = Tokenizer(1.0)
+        tokenizers = TokenizerClient(1.0)
         tokenizers.add(first)
         await until(lambda: tokenizers.connected)
         vocabulary = await tokenizers.ready(1.0)

@@ -10,8 +10,8 @@ from gateway_rig import gateway
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_decode import ScriptedDecode, saying, silent
 
+from baton.api import server
 from baton.config import GatewayConfig
-from baton.gateway import server
 from baton.rpc.channel import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
 from ports import free_port

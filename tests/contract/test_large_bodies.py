@@ -12,9 +12,9 @@ import pytest
 from gateway_rig import gateway
 from scripted_decode import ScriptedDecode, saying
 
-from baton.gateway import json_body
-from baton.gateway.json_body import MAX_ESCAPES, MAX_FIELDS, MAX_VALUES
-from baton.gateway.openai_errors import ApiError
+from baton.api import json_body
+from baton.api.json_body import MAX_ESCAPES, MAX_FIELDS, MAX_VALUES
+from baton.api.openai_errors import ApiError
 
 LIMIT = 16 * 2**20
 LOOP_SECONDS = 0.1

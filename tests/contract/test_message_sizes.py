@@ -14,10 +14,10 @@ from scripted_decode import LENGTH, ScriptedDecode, silent
 
 from baton.decode.messages import events_from
 from baton.decode.stream import DecodeStream, add_output
-from baton.decode.types import Prompt, Tokens
+from baton.decode.types import PromptOutput, TokensOutput
 from baton.engine.plan import Logprobs
 from baton.gateway.cache_view import CacheView
-from baton.gateway.decode_node import DecodePeer
+from baton.gateway.decode_client import DecodeClient
 from baton.handoff.messages import AttemptName, FirstSampled
 from baton.kvcache.kv_events import TreeLog
 from baton.prefill.shell import PrefillShell, PrefillStream
@@ -25,7 +25,7 @@ from baton.rpc.errors import from_rpc_error, from_status
 from baton.rpc.message_size import MAX_ANSWER_BYTES
 from baton.rpc.tasks import Tasks
 from baton.tokenizer import service
-from baton.tracing.recorder import Kind
+from baton.tracing.recorder import EventKind
 from baton.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -213,8 +213,8 @@ async def decode():
     for request in (1, 2):
         waiting.begin(request, 0)
         logprobs = tuple(Logprobs(token, -float(token), TOP) for token in range(1, PROMPT))
-        steps = [Prompt(request, 0, 3, logprobs)]
-        steps += [Tokens(request, 0, 0, t, Logprobs(t, -1.0, TOP), None) for t in range(PROMPT)]
+        steps = [PromptOutput(request, 0, 3, logprobs)]
+        steps += [TokensOutput(request, 0, 0, t, Logprobs(t, -1.0, TOP), None) for t in range(PROMPT)]
         message = decode_pb2.StepEvents(step=1)
         for output in steps:
             add_output(message, output, 1)
@@ -222,7 +222,7 @@ async def decode():
     welcome = decode_pb2.DecodeEvent(welcome=decode_pb2.DecodeWelcome(incarnation=1))
     callers = Callers(waiting, [decode_pb2.StepEvents(events=[welcome])])
     received = {1: Received(), 2: Received()}
-    peer = DecodePeer("a:1", 7, 10.0, lambda info: None)
+    peer = DecodeClient("a:1", 7, 10.0, lambda info: None)
     peer._sinks = dict(received)
     async with serving(decode_pb2_grpc.add_DecodeServicer_to_server, callers) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).Generate(timeout=60)
@@ -349,9 +349,9 @@ async def vocabulary():
 
 def record(recorder, gateway, requests):
     for request in range(1, requests + 1):
-        recorder.add(Kind.RECEIVED, gateway, request)
+        recorder.add(EventKind.RECEIVED, gateway, request)
         for _ in range(30_000 // requests):
-            recorder.add(Kind.RETRIED, gateway, request, text="x" * 200)
+            recorder.add(EventKind.RETRIED, gateway, request, text="x" * 200)
 
 
 async def recent():

@@ -9,9 +9,9 @@ from gateway_rig import gateway
 from scripted_decode import ScriptedDecode, silent
 from test_messages_api import ASK, TOOL, post
 
-from baton.gateway.anthropic_protocol import MessagesRequest, messages_start
-from baton.gateway.json_body import parse_body
-from baton.gateway.openai_errors import ApiError
+from baton.api.anthropic_protocol import MessagesRequest, messages_start
+from baton.api.json_body import parse_body
+from baton.api.openai_errors import ApiError
 
 DOCUMENT = {
     "type": "document",

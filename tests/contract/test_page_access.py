@@ -16,7 +16,7 @@ from gateway_rig import Rig, gateway, until
 from prometheus_client import CollectorRegistry
 from scripted_decode import ScriptedDecode, saying
 
-from baton.gateway.page import app, feed
+from baton.api.page import app, feed
 from baton.rpc.http_server import metrics_app
 
 KEY, SECRET = "alice-0123456789abcdef", "c0ffee" * 8

@@ -13,8 +13,8 @@ from scripted_decode import ScriptedDecode, endless, saying
 from structlog.testing import capture_logs
 from test_gateway_authentication import ALICE, BOB, BODY, SECRET, bearer, key_file, post, private
 
+from baton.api.page.window import values
 from baton.gateway import request_log
-from baton.gateway.page.window import values
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.v1 import inference_pb2

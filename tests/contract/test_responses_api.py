@@ -11,11 +11,11 @@ from gateway_rig import gateway, until
 from scripted_decode import STOP, ScriptedDecode, endless, saying, silent
 from test_inference import say
 
+from baton.api.compaction import CompactAnswer, CompactRequest, compact_start
+from baton.api.response_store import ENTRY_BYTES, ResponseStore
+from baton.api.responses_items import input_messages
+from baton.api.responses_protocol import ResponsesRequest
 from baton.gateway.authentication import ApiKey, Limits
-from baton.gateway.compaction import CompactAnswer, CompactRequest, compact_start
-from baton.gateway.response_store import ENTRY_BYTES, ResponseStore
-from baton.gateway.responses_items import input_messages
-from baton.gateway.responses_protocol import ResponsesRequest
 from baton.v1 import inference_pb2
 
 TOOL = {

@@ -9,9 +9,9 @@ from gateway_rig import gateway
 from scripted_decode import ScriptedDecode, silent
 from test_responses_api import PARSERS, TOOL, client, script
 
-from baton.gateway.json_body import parse_body
-from baton.gateway.openai_errors import ApiError
-from baton.gateway.responses_protocol import ResponsesRequest, response_start
+from baton.api.json_body import parse_body
+from baton.api.openai_errors import ApiError
+from baton.api.responses_protocol import ResponsesRequest, response_start
 from baton.v1 import tokenizer_pb2
 
 WEATHER = {**TOOL, "name": "get_weather"}

@@ -10,9 +10,9 @@ from gateway_rig import Stream, gateway, tokenizer
 from scripted_decode import ScriptedDecode, saying
 from structlog.testing import capture_logs
 
-from baton.checkpoint import CheckpointError
 from baton.demo import model_path
-from baton.tokenizer import hf
+from baton.model_path import CheckpointError
+from baton.tokenizer import hf_tokenizer
 from baton.v1 import common_pb2
 
 RECOMMENDED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": None}
@@ -69,22 +69,24 @@ async def test_unless_the_gateway_is_told_otherwise(tmp_path):
     [({"temperature": 0.5}, 0.5), ({"do_sample": False, "temperature": 0.5}, 0.0), ({}, 0.0)],
 )
 def test_greedy_checkpoints_recommend_nothing(tmp_path, generation, temperature):
-    assert hf.load(checkpoint(tmp_path, **generation)).default_sampling.temperature == temperature
+    assert hf_tokenizer.load(checkpoint(tmp_path, **generation)).default_sampling.temperature == temperature
 
 
 def test_greedy_checkpoints_may_recommend_a_penalty(tmp_path):
-    recommended = hf.load(checkpoint(tmp_path, do_sample=False, repetition_penalty=1.5)).default_sampling
+    recommended = hf_tokenizer.load(
+        checkpoint(tmp_path, do_sample=False, repetition_penalty=1.5)
+    ).default_sampling
     assert recommended == common_pb2.SamplingParams(repetition_penalty=1.5)
 
 
 def test_fields_that_are_not_applied_are_named(tmp_path):
     fields = {"num_beams": 1, "min_length": 0, "suppress_tokens": [7], "forced_eos_token_id": 2}
     with capture_logs() as logs:
-        hf.load(checkpoint(tmp_path, **fields))
+        hf_tokenizer.load(checkpoint(tmp_path, **fields))
     assert [log["fields"] for log in logs] == ["suppress_tokens, forced_eos_token_id"]
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": "high"}, {"top_k": 1.5}])
 def test_values_out_of_range_are_refused(tmp_path, wrong):
     with pytest.raises(CheckpointError, match=next(iter(wrong))):
-        hf.load(checkpoint(tmp_path, **wrong))
+        hf_tokenizer.load(checkpoint(tmp_path, **wrong))

@@ -14,7 +14,7 @@ from gateway_rig import Stream, gateway, ids_of, until
 from scripted_decode import LENGTH, Running, ScriptedDecode, silent
 
 from baton.gateway.backpressure import SlowReader
-from baton.gateway.inference import _ClientStream
+from baton.gateway.grpc_inference import _ClientStream
 from baton.rpc.errors import from_rpc_error, from_status
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -79,7 +79,7 @@ async def test_a_paused_request_goes_on_where_it_was(node):
 
 
 async def test_a_client_that_never_reads_is_let_go(node, monkeypatch):
-    monkeypatch.setattr("baton.gateway.inference.WRITE_SECONDS", 60.0)  # the call itself is not ended
+    monkeypatch.setattr("baton.gateway.grpc_inference.WRITE_SECONDS", 60.0)  # the call itself is not ended
     async with gateway(node, max_unread_tokens=LIMIT, slow_reader_seconds=0.3) as rig:
         deaf, other = Stream(rig), Stream(rig)
         await deaf.start(text="x", sampling=LARGE)

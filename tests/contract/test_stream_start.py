@@ -12,7 +12,7 @@ import pytest
 from gateway_rig import gateway
 from scripted_decode import ScriptedDecode, silent
 
-from baton.gateway import openai_answers
+from baton.api import openai_answers
 from baton.rpc.errors import exhausted, internal, invalid
 from baton.v1 import inference_pb2
 

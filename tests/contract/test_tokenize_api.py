@@ -4,8 +4,8 @@ import threading
 
 from test_openai_api import MODEL, api
 
-from baton.gateway import tokenize_api
-from baton.gateway import tokenizer as gateway_tokenizer
+from baton.api import tokenize_api
+from baton.gateway import tokenizer_client as gateway_tokenizer
 from baton.tokenizer.vocabulary import Vocabulary
 
 SYSTEM = {"role": "system", "content": "Be brief."}

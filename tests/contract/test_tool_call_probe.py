@@ -14,7 +14,7 @@ from test_openai_api import api
 
 from baton.demo import model_path
 from baton.grammar.base import GrammarSpec
-from baton.tokenizer.hf import load
+from baton.tokenizer.hf_tokenizer import load
 from baton.v1 import node_pb2
 from baton.worker.grammars import make_compiler
 

@@ -20,10 +20,10 @@ from baton.demo import model_path
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_status, unavailable
 from baton.rpc.health import HealthServicer
-from baton.tokenizer import hf
+from baton.tokenizer import hf_tokenizer
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
-VOCABULARY = hf.load(model_path()).vocabulary
+VOCABULARY = hf_tokenizer.load(model_path()).vocabulary
 
 
 class HangingTokenizer(tokenizer_pb2_grpc.TokenizerServicer, node_pb2_grpc.NodeServicer):

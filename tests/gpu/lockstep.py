@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from thread_ranks import ThreadCommunicator, ThreadGroup
 
 from baton.engine import cuda_graphs
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.layers.shard import Shard
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.layers.tensor_parallel import Shard
 from baton.worker.engine import Engine
 from baton.worker.model import attention_of, kv_layout, load
 from baton.worker.pool import gpu_pool
@@ -32,13 +32,13 @@ class InOrder(ThreadCommunicator):
     """A `layers.shard.DeviceCommunicator`. All ranks use one stream, which keeps the order."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
-        from baton.layers.kernels.exchange import ROWS, TWO_SHOT_ROWS, Exchange, buffer_bytes
+        from baton.layers.kernels.all_reduce import ROWS, TWO_SHOT_ROWS, AllReduce, buffer_bytes
 
         super().__init__(group, rank)
         self._most_rows = ROWS if group.size == 2 else TWO_SHOT_ROWS[1]
         buffer = torch.zeros(buffer_bytes(1), dtype=torch.uint8, device=CUDA)
         told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._alone = Exchange(0, buffer, torch.tensor([buffer.data_ptr()], device=CUDA), told, 1.0)
+        self._alone = AllReduce(0, buffer, torch.tensor([buffer.data_ptr()], device=CUDA), told, 1.0)
         """For the arithmetic of its norm."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Lockstep:
         self._runners, self.pools = [each[0] for each in made], [each[1] for each in made]
         self.max_slots = config.max_rows
         tree = PrefixTree(config.page_size, config.eviction, self.pools[0].layout.groups)
-        self.cache = KvCache(PageAllocator(pages), tree)
+        self.cache = KvCacheManager(PageAllocator(pages), tree)
 
     def launch(self, plan: Any) -> Any:
         first, *_ = list(self._threads.map(lambda runner: runner.launch(plan), self._runners))

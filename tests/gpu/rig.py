@@ -15,11 +15,11 @@ from baton.attention.fp8 import E4M3
 from baton.attention.registry import BACKENDS, resolve
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
-from baton.engine.request import FailedEvent, Request, TokenEvent
-from baton.engine.sampling import SamplingParams
+from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.layers.forward_batch import ForwardBatch
 from baton.models.loader import declared, load_model
 from baton.worker.model import kv_layout
@@ -109,12 +109,12 @@ def make(
             batch_invariant=kind == "invariant",
         )
     else:
-        torch_name = "torch" if model.kv.parts == 2 else "torch-latent"
+        torch_name = "torch" if model.kv.parts == 2 else "torch-mla"
         backend = BACKENDS[kind if kind in ("fa3", "triton") else torch_name]
         runner = ModelRunner(
             model, pool, max_slots=slots, prefill_attention=backend, decode_attention=backend, device=device
         )
-    return runner, KvCache(PageAllocator(num_pages), PrefixTree(page_size, groups=layout.groups))
+    return runner, KvCacheManager(PageAllocator(num_pages), PrefixTree(page_size, groups=layout.groups))
 
 
 def tables(runner, first: int, count: int) -> tuple[tuple[int, ...], ...]:
@@ -134,7 +134,7 @@ def generate(
     for key, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         output[key] = []
         grammar = grammars[key] if grammars else None
-        scheduler.submit(Request(key, tuple(prompt), own, grammar=grammar))
+        scheduler.submit(EngineRequest(key, tuple(prompt), own, grammar=grammar))
     pending = None
     while True:
         step = scheduler.plan()
@@ -187,7 +187,7 @@ def reference_logits(
     kept = torch.float32 if kv_scales is None else E4M3
     kv, options = model.kv, model.attention_options
     layout = KvLayout(config.num_layers, kv.heads, kv.dim, CONTEXT, kept, kv.parts)
-    name = "torch" if kv.parts == 2 else "torch-latent"
+    name = "torch" if kv.parts == 2 else "torch-mla"
     backend = BACKENDS[name](KvPool(layout, 1), config.num_heads, options)
     from baton.attention.base import AttentionRow
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rig import CUDA, GREEDY, generate, make, prompts_of, save_checkpoint
 
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.layers.linear import Linear
 
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
@@ -19,7 +19,7 @@ TILES = ((64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (128, 64, 64, 4, 4), (128, 25
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("columns", "inner"), [(6144, 4096), (1024, 3072), (1000, 200)])
 def test_a_row_of_a_product(columns, inner, bias):
-    from baton.layers.kernels.matmul import Tile, matmul
+    from baton.layers.kernels.batch_invariant_matmul import MatmulTile, matmul
 
     torch.manual_seed(inner)
     weight = torch.randn(columns, inner, device=CUDA).bfloat16() / inner**0.5
@@ -32,7 +32,7 @@ def test_a_row_of_a_product(columns, inner, bias):
         assert torch.equal(matmul(x[:rows], linear), want[:rows]), rows
         assert torch.equal(matmul(x[-rows:], linear), want[-rows:]), rows
     for shape in TILES:
-        assert torch.equal(matmul(x[:300], linear, tile=Tile(*shape)), want[:300]), shape
+        assert torch.equal(matmul(x[:300], linear, tile=MatmulTile(*shape)), want[:300]), shape
     out = torch.full((70, columns), torch.nan, device=CUDA, dtype=torch.bfloat16)
     assert matmul(x[:65], linear, out[:65]) is not None
     assert torch.equal(out[:65], want[:65]) and out[65:].isnan().all()

@@ -14,7 +14,7 @@ from test_runner import LENGTHS, SAMPLED, assert_greedy, greedy
 from baton.attention.base import AttentionRow
 from baton.attention.flashinfer_paged import FlashInferAttention
 from baton.attention.torch_sdpa import TorchAttention
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool
 
 problem = FlashInferAttention.available(CUDA)
 pytestmark = [

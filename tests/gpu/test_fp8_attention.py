@@ -17,9 +17,9 @@ from baton.attention.mixed import MixedAttention
 from baton.attention.registry import resolve
 from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
-from baton.layers.kernels.qkv import write_qkv
+from baton.layers.kernels.rope_kv_write import write_qkv
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, PAGE = 8, 2, 16

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from rig import CUDA, GREEDY, assert_nearly_greedy, generate, make, prompts_of, save_checkpoint
 
-from baton.layers.experts import ClampedSwiglu, Experts, Mixture, Router, Routing
 from baton.layers.mlp import GatedMlp
+from baton.layers.moe import ClampedSwiglu, Experts, Mixture, MoeGate, Routing
 from baton.layers.parameters import Parameters
-from baton.layers.shard import ONE_RANK, Shard
-from baton.layers.weights.method import Method, QuantizedWeight, WeightPlan
+from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod, WeightPlan
+from baton.layers.tensor_parallel import ONE_RANK, Shard
 
 SHAPES = {
     "softmax": (16, 4, 256, 128, Routing(4), {}),
@@ -37,7 +37,7 @@ SHAPES = {
 def mixture_of(name, shared=False, dtype=torch.bfloat16, shard=ONE_RANK):
     count, _, hidden, inner, routing, options = SHAPES[name]
     parameters = Parameters(dtype, CUDA, shard=shard)
-    router = Router(parameters, "gate", hidden, count, routing, **options)
+    router = MoeGate(parameters, "gate", hidden, count, routing, **options)
     clamped = name == "gpt-oss"
     activation = ClampedSwiglu(1.702, 1.0) if clamped else "silu"
     experts = Experts(parameters.under("experts"), count, hidden, inner, bias=clamped, activation=activation)
@@ -185,9 +185,9 @@ FOUR_BITS = {
 
 def four_bits_of(name, shard=ONE_RANK):
     count, hidden, inner, routing, options = FOUR_BITS[name]
-    plan = WeightPlan(Method(4, int(name.split()[0])), on_gpu=True)
+    plan = WeightPlan(WeightMethod(4, int(name.split()[0])), on_gpu=True)
     parameters = Parameters(torch.bfloat16, CUDA, plan=plan, shard=shard)
-    router = Router(parameters, "gate", hidden, count, routing, **options)
+    router = MoeGate(parameters, "gate", hidden, count, routing, **options)
     experts = Experts(parameters.under("experts"), count, hidden, inner)
     torch.manual_seed(count)
     for parameter in parameters.table.values():
@@ -216,7 +216,7 @@ def reference_of_4_bits(experts, x, weights, chosen):
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 40, 300, 2500])
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_experts_of_4_bits(name, tokens, invariant):
-    from baton.layers.kernels.routing import choose
+    from baton.layers.kernels.moe_align import choose
     from baton.models.fused_mixture import FusedMixture
 
     mixture, hidden = four_bits_of(name)
@@ -233,15 +233,17 @@ def test_experts_of_4_bits(name, tokens, invariant):
 
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_one_token_of_4_bits(name):
-    from baton.layers.kernels import few_experts
+    from baton.layers.kernels import moe_small_batch
 
     mixture, hidden = four_bits_of(name)
     norm = torch.rand(hidden, device=CUDA).bfloat16() + 0.5
     x, held = (torch.randn(1, hidden, device=CUDA).bfloat16() for _ in range(2))
     logits = torch.randn(1, mixture.experts.count, device=CUDA)
-    inner, weights, chosen = few_experts.gate_up_one(x, norm, 1e-6, logits, mixture.router, mixture.experts)
+    inner, weights, chosen = moe_small_batch.gate_up_one(
+        x, norm, 1e-6, logits, mixture.router, mixture.experts
+    )
     out = held.clone()
-    few_experts.down(inner, mixture.experts, weights, chosen, out, add=True)
+    moe_small_batch.down(inner, mixture.experts, weights, chosen, out, add=True)
     normed = x.double() * torch.rsqrt(x.double().square().mean() + 1e-6) * norm.double()
     want = held.double() + reference_of_4_bits(mixture.experts, normed, weights, chosen)
     assert error(out, want) < 1e-2

@@ -12,7 +12,7 @@ from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, save_checkpoint
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.plan import SlotInit
 from baton.engine.sampler import Sampler
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import Matcher
 
 

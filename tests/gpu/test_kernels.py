@@ -88,7 +88,7 @@ def test_norms(rows, columns, monkeypatch):
     """sgl_kernel's own, also where FlashInfer is installed and cannot compile."""
     import sgl_kernel.elementwise as wrappers
 
-    from baton.layers.kernels.norm import fused_add_rmsnorm, rmsnorm
+    from baton.layers.kernels.rmsnorm import fused_add_rmsnorm, rmsnorm
 
     monkeypatch.setattr(wrappers, "_has_flashinfer", True)
     monkeypatch.setattr(wrappers, "_flashinfer_norm", None, raising=False)

@@ -12,14 +12,14 @@ from rig import CONTEXT, CUDA, GREEDY, generate, prompts_of, save_checkpoint
 
 from baton.attention.base import AttentionRow
 from baton.attention.registry import BACKENDS
-from baton.attention.torch_latent import TorchLatentAttention
+from baton.attention.torch_mla import TorchMlaAttention
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
 from baton.layers.forward_batch import ForwardBatch
-from baton.layers.latent_attention import LatentProjections
+from baton.layers.mla import MlaProjections
 from baton.models.loader import load_model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,12 +61,12 @@ V3 = {
 
 def projections(heads, dtype):
     weight = torch.randn(heads, 256, RANK, device=CUDA) / RANK**0.5
-    return LatentProjections(weight[:, :128].to(dtype), weight[:, 128:].to(dtype))
+    return MlaProjections(weight[:, :128].to(dtype), weight[:, 128:].to(dtype))
 
 
 @pytest.mark.parametrize("page_size", [64, 128])
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("name", ["triton-latent", "fa3-latent"])
+@pytest.mark.parametrize("name", ["triton-mla", "fa3-mla"])
 def test_equals_torch(name, heads, page_size):
     """In float32 on the same values."""
     torch.manual_seed(heads)
@@ -88,9 +88,9 @@ def test_equals_torch(name, heads, page_size):
             pool.pages[row.pages[p // page_size], :, :, :, : min(page_size, row.start - p)].normal_()
     wide.pages.copy_(pool.pages)
     own = projections(heads, BF16)
-    of_float = LatentProjections(own.keys.float(), own.values.float())
+    of_float = MlaProjections(own.keys.float(), own.values.float())
     tested = BACKENDS[name](pool, heads, [AttentionOptions(scale=0.07, latent=own)] * 2)
-    reference = TorchLatentAttention(wide, heads, [AttentionOptions(scale=0.07, latent=of_float)] * 2)
+    reference = TorchMlaAttention(wide, heads, [AttentionOptions(scale=0.07, latent=of_float)] * 2)
     total = sum(counts)
     q = torch.randn(total, heads, 128 + 64, device=CUDA).to(BF16)
     latents = torch.randn(total, 1, WIDTH, device=CUDA).to(BF16)
@@ -120,7 +120,7 @@ def make(path, dtype, kind, page_size=64):
     else:
         limits = {"token_budget": CONTEXT, "context_length": CONTEXT}
         runner = CudaRunner(model, pool, graphs=kind == "graphs", **limits, **common)
-    return runner, KvCache(PageAllocator(300), PrefixTree(page_size))
+    return runner, KvCacheManager(PageAllocator(300), PrefixTree(page_size))
 
 
 class Reference:
@@ -135,7 +135,7 @@ class Reference:
         model = self._model
         layout = KvLayout(model.config.num_layers, 1, model.kv.dim, CONTEXT, FP32, 1)
         pool = KvPool(layout, 1, CUDA)
-        backend = TorchLatentAttention(pool, model.config.num_heads, model.attention_options)
+        backend = TorchMlaAttention(pool, model.config.num_heads, model.attention_options)
         backend.prepare([AttentionRow(0, len(tokens), (0,))])
 
         def attend(layer, q, k, v):
@@ -157,10 +157,10 @@ def reference(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "overlap"),
     [
-        ("graphs:triton-latent", True),
-        ("graphs:fa3-latent", True),
-        ("graphs:fa3-latent", False),
-        ("model:torch-latent", False),
+        ("graphs:triton-mla", True),
+        ("graphs:fa3-mla", True),
+        ("graphs:fa3-mla", False),
+        ("model:torch-mla", False),
     ],
 )
 def test_a_runner_is_greedy_by_float32_logits(reference, kind, overlap):

@@ -17,7 +17,7 @@ from baton.attention.paged import PagedRows
 from baton.attention.registry import BACKENDS, resolve
 from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
 
 USUAL = (16, 8, 128)

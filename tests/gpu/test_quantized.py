@@ -10,28 +10,28 @@ import torch
 import torch.nn.functional as F
 from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint
 
-from baton.layers.experts import Experts, Mixture, Router, Routing
-from baton.layers.kernels import few_experts, gemm, gemv, quantize, quantized_gemm
-from baton.layers.kernels.four_bit_gemm import dequantize
-from baton.layers.kernels.matmul import matmul
+from baton.layers.kernels import gemm, gemv, moe_small_batch, quantize, quantized_gemm
+from baton.layers.kernels.batch_invariant_matmul import matmul
+from baton.layers.kernels.int4_gemm import dequantize
+from baton.layers.kernels.moe_align import choose
 from baton.layers.kernels.quantized_linear import KernelProduct, project, quantize_for
-from baton.layers.kernels.routing import choose
 from baton.layers.linear import Linear
+from baton.layers.moe import Experts, Mixture, MoeGate, Routing
 from baton.layers.parameters import Parameters
-from baton.layers.weights.method import Method, QuantizedWeight, WeightPlan
-from baton.layers.weights.quantized import QuantizedTensor
+from baton.layers.quantization.quantized_tensor import QuantizedTensor
+from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod, WeightPlan
 from baton.models.fused_mixture import FEW_TOKENS, FusedMixture
 from baton.models.loader import load_model, weight_bytes
 from quantizers import Scheme, awq, fp8, fp8_blocks, gptq, write
 
 METHODS = {
-    "fp8": Method(8, floating=True),
-    "blocks": Method(8, 128, floating=True, rows=128),
-    "int8": Method(8),
-    "int4-32": Method(4, 32),
-    "int4-64": Method(4, 64),
-    "int4-128": Method(4, 128),
-    "int4-256": Method(4, 256),
+    "fp8": WeightMethod(8, floating=True),
+    "blocks": WeightMethod(8, 128, floating=True, rows=128),
+    "int8": WeightMethod(8),
+    "int4-32": WeightMethod(4, 32),
+    "int4-64": WeightMethod(4, 64),
+    "int4-128": WeightMethod(4, 128),
+    "int4-256": WeightMethod(4, 256),
 }
 EXACT, ROUNDED, ROW_OF_4_BITS = 6e-3, 4e-2, 1.2e-2
 """Relative errors: activations in bfloat16, in 8 bits, and in 8 bits with a scale for 16 columns."""
@@ -90,7 +90,7 @@ def test_products_of_any_number_of_rows(name, rows, columns):
 )
 def test_products_of_4_bits_of_sizes_that_are_no_tiles(group, rows, columns, dtype):
     """Values may be far from 0 for their group's range, and a group of equal values has next to no scale."""
-    weight = QuantizedWeight(Method(4, group), rows, columns, CUDA)
+    weight = QuantizedWeight(WeightMethod(4, group), rows, columns, CUDA)
     values = torch.randn(rows, columns, device=CUDA) / math.sqrt(columns)
     values[3], values[5] = 0.25, values[5] + 1
     weight.fill(0, values)
@@ -191,7 +191,7 @@ def test_activations_are_quantized_where_they_are_written(dtype, blocks, columns
 
 def _int8() -> Scheme:
     def store(weight, random):
-        kept = QuantizedWeight(Method(8), *weight.shape, torch.device("cpu"))
+        kept = QuantizedWeight(WeightMethod(8), *weight.shape, torch.device("cpu"))
         kept.fill(0, weight)
         return {"weight": kept.codes, "weight_scale": kept.scale}, kept.unpacked().dequantize().double()
 
@@ -251,7 +251,7 @@ def test_experts_against_float64(name):
     hidden, inner, count, top_k = 512, 256, 8, 4
     parameters = Parameters(torch.bfloat16, CUDA, plan=WeightPlan(METHODS[name], on_gpu=True))
     experts = Experts(parameters.under("experts"), count, hidden, inner)
-    router = Router(parameters, "gate", hidden, count, Routing(top_k))
+    router = MoeGate(parameters, "gate", hidden, count, Routing(top_k))
     router.linear.weight.normal_(0, 0.05)
     values = []
     for weight in experts.merged:
@@ -270,9 +270,9 @@ def test_experts_against_float64(name):
     norm = torch.randn(hidden, device=CUDA).bfloat16()
     x = torch.randn(1, hidden, device=CUDA).bfloat16()
     logits = torch.randn(1, count, device=CUDA)
-    own, weights, chosen = few_experts.gate_up_one(x, norm, 1e-6, logits, router, experts)
+    own, weights, chosen = moe_small_batch.gate_up_one(x, norm, 1e-6, logits, router, experts)
     out = torch.empty_like(x)
-    few_experts.down(own, experts, weights, chosen, out)
+    moe_small_batch.down(own, experts, weights, chosen, out)
     exact = x.double() * torch.rsqrt((x.double() ** 2).mean() + 1e-6) * norm.double()
     assert error(out, expected(exact, weights, chosen)) < 1e-2
     mixture = FusedMixture(Mixture(router, experts))

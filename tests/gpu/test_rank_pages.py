@@ -15,7 +15,7 @@ import torch
 from owners import gpus
 from part_owner import LEAD, UNTOUCHED, content
 
-from baton.transport import TransportError, cuda
+from baton.transport import TransportError, cuda_runtime
 from baton.transport.cuda_ipc import CudaIpcReceiver, cuda_ipc_endpoint, local_part
 from baton.transport.cuda_pages import CudaPages, PagePart
 from baton.v1 import common_pb2 as pb
@@ -82,7 +82,7 @@ def local_pages(ranks: int, others: list[pb.CudaIpcPart]) -> CudaPages:
     memory = torch.full((LEAD + (PAGES + 1) * size,), UNTOUCHED, dtype=torch.uint8, device="cuda:0")
     pool = memory[LEAD:].view(PAGES + 1, size)
     parts = [PagePart(0, pool), *(local_part(part, PAGES, pool.device) for part in others)]
-    cuda.use(pool.device)
+    cuda_runtime.use(pool.device)
     torch.cuda.synchronize()
     return CudaPages(pool, PAGES, parts)
 
@@ -142,12 +142,12 @@ async def test_a_part_that_cannot_be_unmapped_keeps_no_other_mapped(monkeypatch)
         if len(closed) == 1:
             raise TransportError("planted")
 
-    real = cuda.close_memory
+    real = cuda_runtime.close_memory
     with owners(spans(2), True) as (_, held):
         local = local_pages(1, [])
         receiver = await CudaIpcReceiver.open(endpoint_of(held, local), local)
         await receiver.pull([(0, 0)])
-        monkeypatch.setattr(cuda, "close_memory", close)
+        monkeypatch.setattr(cuda_runtime, "close_memory", close)
         with pytest.raises(TransportError, match="planted"):
             await receiver.close()
         assert len(set(closed)) == 2

@@ -30,7 +30,7 @@ from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.ranks.runner import RanksLost
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import BatonError
@@ -274,12 +274,12 @@ def test_a_rank_that_gave_up_is_waited_for_in_vain(count, size):
 
 def told_when_it_gave_up(count: int, size: int) -> list[bool]:
     """Rank 0 waits twice, alone, and once more when the others do, which have each other."""
-    from baton.layers.kernels.exchange import Exchange, buffer_bytes
+    from baton.layers.kernels.all_reduce import AllReduce, buffer_bytes
 
     memory = [torch.zeros(buffer_bytes(size), dtype=torch.uint8, device="cuda:0") for _ in range(size)]
     told = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(size)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in memory], device="cuda:0")
-    ranks = [Exchange(rank, memory[rank], addresses, told[rank], seconds=0.01) for rank in range(size)]
+    ranks = [AllReduce(rank, memory[rank], addresses, told[rank], seconds=0.01) for rank in range(size)]
     numbers = [torch.ones(count, device="cuda:0") for _ in ranks]
     streams = [torch.cuda.Stream() for _ in ranks]
     for _ in range(2):

@@ -20,7 +20,7 @@ from test_ranks_on_gpus import (
 )
 from test_runner import greedy
 
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 from baton.models.loader import declared, weight_bytes
 from quantizers import write
 

@@ -17,8 +17,8 @@ from baton.engine.cuda_graphs import batch_sizes
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.device_batch import Ragged
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
-from baton.engine.sampling import SamplingParams
-from baton.layers.transfer import to_device
+from baton.engine.sampling_params import SamplingParams
+from baton.layers.async_copy import to_device
 
 PAIRS = ("mixed/mixed", "fa3/fa3", "fa3/triton", "triton/fa3", "triton/triton")
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)

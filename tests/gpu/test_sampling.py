@@ -13,7 +13,7 @@ from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.plan import SlotInit
 from baton.engine.sampler import Sampler
 from baton.engine.sampler_ops import penalize, thresholds
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -134,7 +134,7 @@ def test_restrictions_of_logits_of_any_shape(params, shape):
 @pytest.mark.parametrize("rounded", [False, True])
 def test_limits_keep_what_thresholds_keep(vocab, rounded):
     """Token for token, but for one whose cumulative mass is top-p itself as far as float32 can tell."""
-    from baton.layers.kernels.limits import restrict
+    from baton.layers.kernels.top_k_top_p import restrict
 
     torch.manual_seed(vocab)
     cases = [(k, p) for k in (0, 1, 50, 2500, vocab) for p in (0.01, 0.5, 0.9, 0.999, 1.0)]

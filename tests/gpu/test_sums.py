@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 from baton.ranks.communicator import Rendezvous, meet_on_gpus
 
 SIZES = [

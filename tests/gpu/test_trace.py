@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.engine import EngineBench
+from baton.bench.engine_bench import EngineBench
 from baton.bench.steps import Point
 from baton.config import WorkerConfig
 

@@ -13,8 +13,8 @@ pytest.importorskip("structlog")
 
 from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
-from baton.engine.sampling import SamplingParams
-from baton.engine.startup_steps import Unconstrained
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.warmup import Unconstrained
 from baton.rpc.errors import BatonError
 from baton.worker.engine import build_engine
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from chart import ROOT, Document, Rendered
 
-from baton.cli.fields import ROLES, build, fields_of
+from baton.cli.config_fields import ROLES, build, fields_of
 from baton.cli.serve import DEFAULT_PORTS, serve
 from baton.config import NodeConfig
 

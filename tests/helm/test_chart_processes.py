@@ -9,11 +9,11 @@ import pytest
 from chart import NAMESPACE, member
 from processes import POD_IP, mounted, relocated, secret_of, settings, variables
 
-from baton.cli.fields import ROLES, fields_of
+from baton.cli.config_fields import ROLES, fields_of
 from baton.cli.health import health
 from baton.discovery.dns import parse_name
 from baton.gateway.authentication import GatewayAuthentication
-from baton.rpc.authentication import Cluster, ClusterAuthentication, check_address
+from baton.rpc.authentication import ClusterAuthentication, ClusterCredentials, check_address
 from baton.worker.hosts import check_hosts
 
 STOP_SECONDS = 15.0
@@ -92,7 +92,9 @@ def test_strangers_are_kept_out_by_files_that_are_there(rendered, monkeypatch, t
         # Without the certificates, which are not at hand, as far as the secret is concerned.
         bare = dataclasses.replace(config, **dict.fromkeys(certificates, ""), cluster_secret_in_clear=True)
         guard = (
-            GatewayAuthentication(bare) if role == "gateway" else ClusterAuthentication(Cluster.load(bare))
+            GatewayAuthentication(bare)
+            if role == "gateway"
+            else ClusterAuthentication(ClusterCredentials.load(bare))
         )
         check_address(config.host, guard, config.insecure)
         assert config.insecure == (role == "gateway" and not config.api_keys)

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from baton.sim.cluster import Cluster
+from baton.sim.cluster import SimCluster
 from baton.sim.process import Worker
 from baton.sim.scenario import make_scenario
-from baton.tracing.recorder import Event, Kind
+from baton.tracing.recorder import Event, EventKind
 
 SEEDS = range(12)
 
@@ -29,7 +29,7 @@ def lives(story: list[Event]) -> list[list[Event]]:
     found: list[list[Event]] = [[]]
     for event in story:
         found[-1].append(event)
-        if event.kind is Kind.ENDED:
+        if event.kind is EventKind.ENDED:
             found.append([])
     return [life for life in found if life]
 
@@ -37,25 +37,28 @@ def lives(story: list[Event]) -> list[list[Event]]:
 def check(story: list[Event]) -> None:
     kinds = [event.kind for event in story]
     assert all(one.at <= other.at for one, other in pairwise(story)), story
-    assert kinds[0] is Kind.RECEIVED and kinds[-1] is Kind.ENDED, kinds
-    assert kinds.count(Kind.QUEUED) <= 1, kinds  # more RECEIVED: a name in use, refused
-    assert kinds.count(Kind.FIRST_TOKEN) <= 1, kinds
-    for later, earlier in ((Kind.ADMITTED, Kind.QUEUED), (Kind.CHUNK_BEGUN, Kind.ADMITTED)):
+    assert kinds[0] is EventKind.RECEIVED and kinds[-1] is EventKind.ENDED, kinds
+    assert kinds.count(EventKind.QUEUED) <= 1, kinds  # more RECEIVED: a name in use, refused
+    assert kinds.count(EventKind.FIRST_TOKEN) <= 1, kinds
+    for later, earlier in (
+        (EventKind.ADMITTED, EventKind.QUEUED),
+        (EventKind.CHUNK_BEGUN, EventKind.ADMITTED),
+    ):
         if later in kinds:
             assert kinds.index(earlier) < kinds.index(later), kinds
-    steps = [event.step for event in story if event.kind is Kind.CHUNK_BEGUN]
+    steps = [event.step for event in story if event.kind is EventKind.CHUNK_BEGUN]
     for event in story:
-        if event.kind is Kind.CHUNK_ENDED:
+        if event.kind is EventKind.CHUNK_ENDED:
             assert event.step in steps, story
     pulls = 0
     for kind in kinds:
-        pulls += (kind is Kind.PULL_BEGUN) - (kind is Kind.PULL_ENDED)
+        pulls += (kind is EventKind.PULL_BEGUN) - (kind is EventKind.PULL_ENDED)
         assert pulls >= 0, kinds
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_events_are_in_order(seed):
-    cluster = Cluster(make_scenario(seed))
+    cluster = SimCluster(make_scenario(seed))
     cluster.run()
     told = 0
     for worker in [process for process in cluster.processes.values() if isinstance(process, Worker)]:

@@ -16,7 +16,7 @@ import pytest
 from baton.gateway.node_load import NodeLoad
 from baton.sim.bugs import BUGS, planted
 from baton.sim.checks import EVERY_SECONDS, TOLERATED_SECONDS
-from baton.sim.cluster import Cluster
+from baton.sim.cluster import SimCluster
 from baton.sim.faults import FAULTS, Fault
 from baton.sim.gateway import SimGateway
 from baton.sim.model import SimPool, reference
@@ -108,7 +108,7 @@ def test_the_audit_waits_for_the_latest_first_look_of_a_pull():
 def test_hangs_that_overlap_end_before_the_calm():
     """What is asked once all faults are over has to finish, so that they must be over."""
     scenario = make_scenario(5)
-    cluster = Cluster(replace(scenario, faults=()))
+    cluster = SimCluster(replace(scenario, faults=()))
     worker = cluster.processes["d0"]
     faults = [Fault(1.0, "hang", "d0", seconds=20.0), Fault(2.0, "hang", "d0", seconds=20.0)]
     for fault in faults:
@@ -146,7 +146,7 @@ def test_a_worker_ends_with_one_of_its_ranks(faults, ends):
 
 def test_a_node_that_drains_takes_no_more_requests():
     scenario = next(s for s in map(make_scenario, range(100)) if len(s.decode) == 2)
-    cluster = Cluster(replace(scenario, faults=()))
+    cluster = SimCluster(replace(scenario, faults=()))
     cluster.processes["d0"].drain()
     cluster.run()
     taken = {name: cluster.processes[name].core.counters.prompt_tokens for name in ("d0", "d1")}
@@ -265,7 +265,7 @@ def test_a_long_cut_ends_the_stream_on_both_sides():
 
 def test_one_wrong_byte_in_a_page_changes_the_output():
     """What the whole method rests on: the model attends to every byte."""
-    cluster = Cluster(make_scenario(6))
+    cluster = SimCluster(make_scenario(6))
     decode = next(process for name, process in cluster.processes.items() if name == "d0")
     original = decode.runner.execute
 

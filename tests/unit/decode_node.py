@@ -6,12 +6,12 @@ from hash_runner import HashRunner
 
 from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore
-from baton.decode.types import Failed, Key
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
+from baton.decode.types import FailedOutput, Key
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import StepPipeline
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 
 STEP = 0.02
 PAGES, SIZE, ROWS = 400, 4, 8
@@ -47,7 +47,7 @@ class Node:
         self.now, self.stall, self.outputs = 0.0, 0.0, []
         self.runner = runner or Runner()
         config = SchedulerConfig(context_length=512, token_budget=64, max_rows=max_rows)
-        cache = KvCache(PageAllocator(PAGES), PrefixTree(SIZE))
+        cache = KvCacheManager(PageAllocator(PAGES), PrefixTree(SIZE))
         self.core = DecodeCore(
             cache,
             config,
@@ -60,7 +60,7 @@ class Node:
         params = SamplingParams(max_tokens=max_tokens, seed=number)
         prompt = tuple(range(number, number + 8))
         key, deadline = Key("caller", number), self.now + seconds
-        request = Request(key, prompt, params, deadline=deadline, failed_steps=failed_steps)
+        request = EngineRequest(key, prompt, params, deadline=deadline, failed_steps=failed_steps)
         self.core.start(key, 1, 0, request, (), self.now, announce=announce)
 
     def run(self, turns):
@@ -73,4 +73,4 @@ class Node:
 
     @property
     def refused(self):
-        return [o for o in self.outputs if isinstance(o, Failed) and o.reason == "WOULD_MISS_DEADLINE"]
+        return [o for o in self.outputs if isinstance(o, FailedOutput) and o.reason == "WOULD_MISS_DEADLINE"]

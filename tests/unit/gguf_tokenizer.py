@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from baton.tokenizer.gguf import _QWEN2
+from baton.tokenizer.gguf_tokenizer import _QWEN2
 
 TEXTS = [
     "the tokens of a page",

@@ -28,11 +28,11 @@ from transformers import (
 )
 
 from baton.attention.registry import resolve
-from baton.engine.model_runner import Flight, ModelRunner
+from baton.engine.model_runner import LaunchedStep, ModelRunner
 from baton.engine.plan import PlanRow, RowResult, SlotInit, StepPlan
-from baton.engine.sampling import SamplingParams
-from baton.kvcache import GONE
-from baton.kvcache.pool import KvPool
+from baton.engine.sampling_params import SamplingParams
+from baton.kvcache import NO_PAGE
+from baton.kvcache.kv_pool import KvPool
 from baton.models.loader import load_model
 from baton.worker.model import kv_layout
 
@@ -295,7 +295,7 @@ class Driver:
         self.tracks: dict[int, Track] = {}
         self.number = 0
         self._free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).tolist()
-        self._flight: Flight | None = None
+        self._flight: LaunchedStep | None = None
         self._recorded: list[torch.Tensor] = []
         plain = self.model.logits
         self.model.logits = lambda hidden: self._record(plain(hidden))  # type: ignore[method-assign]
@@ -328,7 +328,7 @@ class Driver:
         layout, found = self.pool.layout, []
         for group, table in zip(layout.groups, track.tables, strict=True):
             first = group.sees(start, layout.page_size)
-            found.append((GONE,) * first + table[first:])
+            found.append((NO_PAGE,) * first + table[first:])
         return tuple(found)
 
     def chunk(self, track: Track, count: int, *, sample: bool = False) -> PlanRow:

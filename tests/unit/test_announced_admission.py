@@ -4,7 +4,7 @@ waits for it."""
 from decode_node import Node
 
 from baton.decode.stream import add_output
-from baton.decode.types import Admitted, Failed, Tokens
+from baton.decode.types import Admitted, FailedOutput, TokensOutput
 from baton.v1 import decode_pb2
 
 
@@ -20,7 +20,7 @@ def test_it_comes_when_the_request_has_a_row_and_before_its_first_token():
     node.run(1)
     assert admitted(node) == [1]
     kinds = [type(output) for output in node.outputs if output.request == 1]
-    assert kinds.index(Admitted) < kinds.index(Tokens)
+    assert kinds.index(Admitted) < kinds.index(TokensOutput)
     node.run(40)
     assert admitted(node) == [1, 2]
 
@@ -40,7 +40,7 @@ def test_what_is_refused_is_never_announced():
     node.run(1)
     node.start(2, seconds=0.1, announce=True)
     node.run(40)
-    assert [output.request for output in node.outputs if isinstance(output, Failed)] == [2]
+    assert [output.request for output in node.outputs if isinstance(output, FailedOutput)] == [2]
     assert admitted(node) == []
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.gateway import (
+from baton.api import (
     anthropic_protocol,
     compaction,
     embeddings_api,
@@ -22,10 +22,10 @@ MODELS = {
     "chat": openai_chat.ChatRequest,
     "completions": openai_protocol.CompletionRequest,
     "stream_options": openai_protocol.StreamOptions,
-    "messages": openai_chat.Message,
+    "messages": openai_chat.ChatMessage,
     "messages.content": openai_chat.ContentPart,
     "messages.tool_calls": openai_chat.CalledTool,
-    "tools": openai_chat.Tool,
+    "tools": openai_chat.ChatTool,
     "tools.function": openai_chat.Function,
     "responses": responses_protocol.ResponsesRequest,
     "compact": compaction.CompactRequest,

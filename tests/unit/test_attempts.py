@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.gateway.attempts import Attempts, ResumePolicy, Wait
-from baton.gateway.decode_node import Liveness
+from baton.gateway.decode_client import Liveness
+from baton.gateway.resume import ResumeAttempts, ResumePolicy, Wait
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, exhausted, internal, unavailable
 from baton.v1 import common_pb2, decode_pb2
@@ -23,7 +23,7 @@ LOST = unavailable("a was lost", "DECODE_LOST")
 
 def attempts(n=1, max_resumes=8, **options):
     log = TokenLog("x", n=n)
-    return log, Attempts(log, ResumePolicy(max_resumes, 10.0), **options)
+    return log, ResumeAttempts(log, ResumePolicy(max_resumes, 10.0), **options)
 
 
 def placed(made, nodes, now=0.0):
@@ -57,7 +57,7 @@ def test_a_node_that_failed_is_asked_again_a_little_later():
 
 def test_a_node_may_refuse_for_as_long_as_the_request_waits():
     log = TokenLog("x", n=1)
-    made, now = Attempts(log, ResumePolicy(0, 7200.0)), 0.0
+    made, now = ResumeAttempts(log, ResumePolicy(0, 7200.0)), 0.0
     for _ in range(2000):
         placed(made, [A], now)
         made.ended(unavailable("no prefill node", "NO_PREFILL_NODE"), now, lost=False)

@@ -15,9 +15,9 @@ from baton.attention.fa3 import Fa3Attention, mismatch
 from baton.attention.flashinfer_paged import workspace_bytes
 from baton.attention.registry import BACKENDS, NoBackend, resolve
 from baton.attention.triton_paged import TritonAttention
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
-from baton.layers.latent_attention import LatentProjections
+from baton.layers.mla import MlaProjections
 
 CPU = torch.device("cpu")
 ON_CPU = [
@@ -185,7 +185,7 @@ def test_latents_in_any_mix_of_rows(name, dtype, page_size):
     torch.manual_seed(page_size)
     heads, rank, plain, rotated, value = 3, 64, 16, 8, 20
     keys, values = (torch.randn(heads, n, rank) / 8 for n in (plain, value))
-    projections = LatentProjections(keys.to(dtype), values.to(dtype))
+    projections = MlaProjections(keys.to(dtype), values.to(dtype))
     options = AttentionOptions(scale=0.3, latent=projections)
     shapes = [(0, 1), (3, 1), (90, 1), (16, 1), (0, 7), (16, 16), (31, 5), (0, 40), (30, 70), (64, 2)]
     forms = {projections.cheaper_absorbed(n, start + n, plain + rotated) for start, n in shapes if n > 1}
@@ -212,7 +212,7 @@ def test_latents_in_any_mix_of_rows(name, dtype, page_size):
     out = torch.full((total, heads, value), math.nan, dtype=dtype)
     with torch.inference_mode():
         backend.forward(1, q, latents, latents, out)
-    exact = LatentProjections(projections.keys.double(), projections.values.double())
+    exact = MlaProjections(projections.keys.double(), projections.values.double())
     first = 0
     for row, before in zip(rows, history, strict=True):
         at = slice(first, first + row.count)
@@ -228,18 +228,18 @@ def test_resolve():
     backend, reason = resolve("auto", CPU)
     assert backend.available(CPU) is None and backend.name in reason
     assert resolve("torch", CPU)[0].name == "torch"
-    assert resolve("auto", CPU, features=frozenset({"latent", "scale"}))[0].name == "torch-latent"
+    assert resolve("auto", CPU, features=frozenset({"latent", "scale"}))[0].name == "torch-mla"
     with pytest.raises(
         NoBackend, match="'torch' does not work on cpu: does not compute attention with latent"
     ):
         resolve("torch", CPU, features=frozenset({"latent"}))
-    with pytest.raises(NoBackend, match="'torch-latent' does not work on cpu: it is for models of latents"):
-        resolve("torch-latent", CPU, features=frozenset({"scale"}))
+    with pytest.raises(NoBackend, match="'torch-mla' does not work on cpu: it is for models of latents"):
+        resolve("torch-mla", CPU, features=frozenset({"scale"}))
     with pytest.raises(
-        NoBackend, match="known are auto, fa3, fa3-fixed, fa3-latent, flashinfer, mixed, torch, torch-lat"
+        NoBackend, match="known are auto, fa3, fa3-fixed, fa3-mla, flashinfer, mixed, torch, torch-lat"
     ):
         resolve("magic", CPU)
-    gpus = BACKENDS.keys() - {"torch", "torch-latent"}
+    gpus = BACKENDS.keys() - {"torch", "torch-mla"}
     for name in gpus:
         with pytest.raises(NoBackend, match=f"'{name}' does not work on cpu: .*needs an NVIDIA GPU"):
             resolve(name, CPU)

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from baton.bench.summary import in_flight, summarize
-from baton.latency import Record, Targets, itl, pauses, spread, tpot
+from baton.slo import RequestTimes, Targets, itl, pauses, spread, tpot
 
 
 def record(
     *arrivals: tuple[float, int], sent: float = 0.0, end: float | None = None, **more: object
-) -> Record:
+) -> RequestTimes:
     tokens = sum(count for _, count in arrivals)
     last = arrivals[-1][0] if arrivals else sent
     values = {"prompt_tokens": 10, "output_tokens": tokens, **more}
-    return Record(sent, sent, list(arrivals), last if end is None else end, **values)  # type: ignore[arg-type]
+    return RequestTimes(sent, sent, list(arrivals), last if end is None else end, **values)  # type: ignore[arg-type]
 
 
 def test_a_pause_is_divided_over_the_tokens_of_its_message():
@@ -73,7 +73,7 @@ def test_goodput_counts_requests_that_meet_both_targets():
 
 
 def test_one_late_token_of_many_is_within_the_target_and_two_are_not():
-    def stream(halts: int) -> Record:
+    def stream(halts: int) -> RequestTimes:
         times, now = [(0.1, 1)], 0.1
         for index in range(200):
             now += 1.0 if index < halts else 0.01
@@ -105,7 +105,7 @@ def test_rates_are_over_the_whole_time_in_which_requests_could_arrive():
 
 
 def test_lateness_is_of_the_client_and_never_negative():
-    late = Record(at=1.0, sent=1.25, end=1.3)
-    early = Record(at=1.0, sent=0.9999, end=1.3)
+    late = RequestTimes(at=1.0, sent=1.25, end=1.3)
+    early = RequestTimes(at=1.0, sent=0.9999, end=1.3)
     assert summarize([late, late])["lateness_ms"]["p99"] == pytest.approx(250.0)
     assert summarize([early])["lateness_ms"]["p99"] == 0.0

@@ -15,9 +15,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from baton.bench.transfer import fitting
+from baton.bench.kv_transfer import fitting
 from baton.cli.bench_kv import kv
-from baton.kvcache.pool import KvLayout
+from baton.kvcache.kv_pool import KvLayout
 
 KV = (sys.executable, "-c", "from baton.cli.bench_kv import kv; kv()")
 

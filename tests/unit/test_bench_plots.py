@@ -12,15 +12,17 @@ from matplotlib.image import imread
 
 from baton.bench.plots import draw, main
 from baton.bench.summary import DISTRIBUTION, distribution, summarize, too_few
-from baton.bench.workload import Range, Workload
+from baton.bench.workload import TokenRange, Workload
 from baton.cli.bench_serve import few_requests
-from baton.latency import Record
+from baton.slo import RequestTimes
 
 
 def run(work: Workload, load: str, pauses: list[float]) -> dict[str, Any]:
     times = np.cumsum([0.1, *pauses]).tolist()
     records = (
-        [Record(0.0, 0.0, [(at, 1) for at in times], times[-1], output_tokens=len(times))] if pauses else []
+        [RequestTimes(0.0, 0.0, [(at, 1) for at in times], times[-1], output_tokens=len(times))]
+        if pauses
+        else []
     )
     return summarize(records) | {"load": load, "workload": work.to_dict()}
 
@@ -34,7 +36,7 @@ def report(*runs: dict[str, Any]) -> dict[str, Any]:
     return {"deployment": {"processes": processes}, "versions": versions, "runs": list(runs)}
 
 
-OPEN = Workload(prompt_tokens=Range(8, 8), output_tokens=Range(2, 9), rate=4.0, seconds=1.0)
+OPEN = Workload(prompt_tokens=TokenRange(8, 8), output_tokens=TokenRange(2, 9), rate=4.0, seconds=1.0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from baton.bench.quality import WINDOW, Scores, python_documentation, score, win
 from baton.cli.bench_quality import quality
 from baton.config import WorkerConfig
 from baton.demo import model_path
-from baton.layers.weights.method import quantize
+from baton.layers.quantization.weight_method import quantize
 
 
 def scores(model, texts):

@@ -9,11 +9,15 @@ from itertools import pairwise
 
 import pytest
 
-from baton.bench.workload import Range, Workload, poisson_arrivals
+from baton.bench.workload import TokenRange, Workload, poisson_arrivals
 
-OPEN = Workload(prompt_tokens=Range(4, 9), output_tokens=Range(3, 3), rate=50.0, seconds=4.0)
+OPEN = Workload(prompt_tokens=TokenRange(4, 9), output_tokens=TokenRange(3, 3), rate=50.0, seconds=4.0)
 NANO = Workload(
-    prompt_tokens=Range(100, 1024), output_tokens=Range(100, 1024), requests=256, temperature=0.6, nano=True
+    prompt_tokens=TokenRange(100, 1024),
+    output_tokens=TokenRange(100, 1024),
+    requests=256,
+    temperature=0.6,
+    nano=True,
 )
 
 
@@ -47,7 +51,7 @@ def test_jobs_are_the_same_for_all_who_make_them():
 
 
 def test_runs_and_warm_up_share_no_prompt():
-    long = replace(OPEN, prompt_tokens=Range(32, 32))
+    long = replace(OPEN, prompt_tokens=TokenRange(32, 32))
     seen = [tuple(job.prompt) for run in range(3) for job in replace(long, run=run).jobs(1000, 64)]
     seen += [tuple(job.prompt) for job in long.warm_up(20, 1000, 64)]
     assert len(set(seen)) == len(seen)
@@ -55,7 +59,7 @@ def test_runs_and_warm_up_share_no_prompt():
 
 
 def test_a_shared_prefix_is_shared_by_all_runs():
-    work = replace(OPEN, prompt_tokens=Range(20, 30), shared_prefix=16)
+    work = replace(OPEN, prompt_tokens=TokenRange(20, 30), shared_prefix=16)
     prompts = [job.prompt for run in range(2) for job in replace(work, run=run).jobs(1000, 64)]
     assert len({tuple(prompt[:16]) for prompt in prompts}) == 1
     assert len({tuple(prompt[16:20]) for prompt in prompts}) > len(prompts) // 2
@@ -87,15 +91,20 @@ def test_warm_up_fits_and_is_short():
 @pytest.mark.parametrize("text", ["", "x", "0", "5-3", "-4", "1-", "1.5"])
 def test_ranges_that_are_none(text):
     with pytest.raises(ValueError, match=r"number of tokens|must be 1"):
-        Range.parse(text)
+        TokenRange.parse(text)
 
 
 def test_ranges():
-    assert Range.parse("128") == Range(128, 128) and str(Range.parse("128")) == "128"
-    assert Range.parse("100-1024") == Range(100, 1024) and str(Range.parse("100-1024")) == "100-1024"
+    assert TokenRange.parse("128") == TokenRange(128, 128) and str(TokenRange.parse("128")) == "128"
+    assert (
+        TokenRange.parse("100-1024") == TokenRange(100, 1024)
+        and str(TokenRange.parse("100-1024")) == "100-1024"
+    )
 
 
-CHATS = replace(OPEN, kind="conversation", rate=40.0, prompt_tokens=Range(20, 30), shared_prefix=8, think=0.5)
+CHATS = replace(
+    OPEN, kind="conversation", rate=40.0, prompt_tokens=TokenRange(20, 30), shared_prefix=8, think=0.5
+)
 
 
 def test_conversations_grow_until_they_end_or_fill_the_context():
@@ -120,7 +129,11 @@ def test_conversations_grow_until_they_end_or_fill_the_context():
 
 def test_questions_are_spread_over_the_documents():
     work = replace(
-        OPEN, kind="documents", documents=4, prompt_tokens=Range(50, 60), question_tokens=Range(5, 9)
+        OPEN,
+        kind="documents",
+        documents=4,
+        prompt_tokens=TokenRange(50, 60),
+        question_tokens=TokenRange(5, 9),
     )
     jobs = work.jobs(1000, 100)
     by_document = Counter(tuple(job.prompt[:50]) for job in jobs)
@@ -133,7 +146,7 @@ def test_questions_are_spread_over_the_documents():
 
 
 def test_documents_have_a_shared_prefix_too():
-    work = replace(OPEN, kind="documents", shared_prefix=16, question_tokens=Range(5, 5))
+    work = replace(OPEN, kind="documents", shared_prefix=16, question_tokens=TokenRange(5, 5))
     jobs = work.jobs(1000, 100)
     assert len({tuple(job.prompt[:16]) for job in jobs}) == 1 < len({job.prompt[16] for job in jobs})
     assert max(len(job.prompt) + job.output_tokens for job in jobs) == work.longest == 16 + 9 + 5 + 3

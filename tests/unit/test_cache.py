@@ -15,21 +15,21 @@ from hypothesis.stateful import (
 )
 from kv_model import TreeModel
 
-from baton.kvcache import AccountingError, Holding, KvCache, OutOfPages, PageAllocator, PrefixTree
+from baton.kvcache import AccountingError, BlockTable, KvCacheManager, OutOfPages, PageAllocator, PrefixTree
 from baton.kvcache.eviction import POLICIES
 
 PAGE, TOTAL = 2, 12
 
 
-def make(total: int = TOTAL, page_size: int = PAGE, policy: str = "lru") -> KvCache:
-    return KvCache(PageAllocator(total), PrefixTree(page_size, policy))
+def make(total: int = TOTAL, page_size: int = PAGE, policy: str = "lru") -> KvCacheManager:
+    return KvCacheManager(PageAllocator(total), PrefixTree(page_size, policy))
 
 
 @dataclass(eq=False)
 class Sequence:
     namespace: str
     tokens: list[int]
-    holding: Holding
+    holding: BlockTable
     pages: list[int]
     owned: set[int]
     locked: tuple[str, tuple[int, ...]]
@@ -348,7 +348,7 @@ def test_check_sees_damage(damage: str, message: str) -> None:
     elif damage == "not held":
         holding.owned.discard(first)
     elif damage == "held twice":
-        cache._holdings.add(Holding([[]], "", holding.node, [0], holding.owned))
+        cache._holdings.add(BlockTable([[]], "", holding.node, [0], holding.owned))
         cache._tree.lock(holding.node)
     elif damage == "locks":
         cache._tree.lock(holding.node)
@@ -379,7 +379,7 @@ def test_what_is_owned_at_idle_is_named() -> None:
         lambda cache, holding: cache.release(holding, 0),
     ],
 )
-def test_two_caches_do_not_share_holdings(use: Callable[[KvCache, Holding], object]) -> None:
+def test_two_caches_do_not_share_holdings(use: Callable[[KvCacheManager, BlockTable], object]) -> None:
     cache, holding = make(), make().hold([])
     with pytest.raises(AccountingError, match="another cache"):
         use(cache, holding)

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton.rpc.errors import invalid
-from baton.rpc.streams import Outbox
+from baton.rpc.outbox import Outbox
 from baton.rpc.tasks import Tasks
 from baton.v1 import prefill_pb2
 from baton.worker.caller_stream import CallerStream, CallerStreams

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from baton.tokenizer.chat import ChatEncoder
+from baton.tokenizer.chat_encoder import ChatEncoder
 from baton.tokenizer.conversation import Conversation
 
 CORPUS = ["hello system, be brief: user and assistant <|x|> end_of_turn [INST] eot id </s>", "go on"] * 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.checkpoint import CheckpointError, model_name, resolve
+from baton.model_path import CheckpointError, model_name, resolve
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.checkpoint import CheckpointError
 from baton.checkpoint_limits import MAX_ADDED_TOKENS, check_sizes, check_tokenizer
 from baton.demo import model_path
+from baton.model_path import CheckpointError
 from baton.models.config import read_config
 from baton.models.loader import load_model
 from baton.models.tensor_files import tensor_files
-from baton.tokenizer import hf
+from baton.tokenizer import hf_tokenizer
 
 SECONDS = 10.0
 WEIGHTS = "model.safetensors"
@@ -44,7 +44,7 @@ def refused(read, path):
     return line
 
 
-@pytest.mark.parametrize("read", [read_config, hf.load])
+@pytest.mark.parametrize("read", [read_config, hf_tokenizer.load])
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -70,7 +70,7 @@ def test_sizes_beyond_any_models(model, read, values, text):
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json"])
 def test_files_that_are_nested_too_deep(model, file):
     (model / file).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
-    assert file in refused(hf.load, model)
+    assert file in refused(hf_tokenizer.load, model)
     if file == "config.json":
         assert file in refused(read_config, model)
         (model / file).write_text('{"a":' + "[" * 500 + "]" * 500 + "}")
@@ -98,11 +98,11 @@ def added(count):
 
 def test_added_tokens_beyond_any_tokenizers(model):
     change(model / "tokenizer.json", added_tokens=added(MAX_ADDED_TOKENS + 1))
-    assert f"it adds {MAX_ADDED_TOKENS + 1} tokens" in refused(hf.load, model)
+    assert f"it adds {MAX_ADDED_TOKENS + 1} tokens" in refused(hf_tokenizer.load, model)
     shutil.copy(model_path() / "tokenizer.json", model / "tokenizer.json")
     decoder = {str(token["id"]): token for token in added(MAX_ADDED_TOKENS + 1)}
     change(model / "tokenizer_config.json", added_tokens_decoder=decoder)
-    assert "tokenizer_config.json" in refused(hf.load, model)
+    assert "tokenizer_config.json" in refused(hf_tokenizer.load, model)
 
 
 def replace(pattern, content):
@@ -122,7 +122,7 @@ def replace(pattern, content):
 def test_replacements_that_multiply(model, part, steps):
     key = f"{part}s"
     change(model / "tokenizer.json", **{part: {"type": "Sequence", key: steps}})
-    assert f"its {part} makes up to" in refused(hf.load, model)
+    assert f"its {part} makes up to" in refused(hf_tokenizer.load, model)
 
 
 def test_replacements_of_real_tokenizers_are_taken(tmp_path):

@@ -17,8 +17,8 @@ import pytest
 import trustme
 
 from baton.cli.bench_options import Report
+from baton.cli.config_fields import ROLES
 from baton.cli.doctor import ports
-from baton.cli.fields import ROLES
 from baton.cli.main import COMMANDS, MEASUREMENTS, main
 from baton.demo import model_path
 
@@ -158,7 +158,7 @@ def test_options_are_checked_before_the_model_is_fetched(
     def fetched(name: str) -> None:
         raise AssertionError(f"{name} was fetched first")
 
-    monkeypatch.setattr("baton.checkpoint.resolve", fetched)
+    monkeypatch.setattr("baton.model_path.resolve", fetched)
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--model", "some/model", "--threads", "-1"])
     assert ended.value.code == 2

@@ -11,18 +11,18 @@ import pytest
 from click.testing import CliRunner
 
 from baton.attention.registry import BACKENDS
-from baton.cli.fields import ROLES, as_flags, build, fields_of, given
+from baton.cli.config_fields import ROLES, as_flags, build, fields_of, given
 from baton.cli.options import config_file_option, config_options
 from baton.cli.serve import DEFAULT_PORTS, serve
 from baton.cli.up import settings_by_role, up
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, WorkerConfig
 from baton.engine.waiting_queue import POLICIES as SCHEDULING
-from baton.gateway.handoff_cost import MODES
-from baton.gateway.parsers.registry import NONE, REASONING_PARSERS, TOOL_PARSERS
 from baton.gateway.routing import POLICIES as ROUTING
+from baton.gateway.split_decision import MODES
 from baton.kvcache.eviction import POLICIES as EVICTIONS
 from baton.models.config import IMPLEMENTATIONS
 from baton.models.weight_plan import QUANTIZATIONS
+from baton.parsers.registry import NONE, REASONING_PARSERS, TOOL_PARSERS
 from baton.rpc.logs import FORMS, LEVELS
 from baton.transport.registry import KINDS
 from baton.worker.model import DTYPES, KV_DTYPES

@@ -248,7 +248,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_any_process_starts(tmp_
         ),
         ("device = 'cuda:99'", "device 'cuda:99'"),
         ("context_length = 4096", "--context-length must be at most 2048, the model's own, not 4096"),
-        ("[prefill]\nprefill_attention = 'torch-latent'", "'torch-latent' does not work on "),
+        ("[prefill]\nprefill_attention = 'torch-mla'", "'torch-mla' does not work on "),
     ],
 )
 def test_what_a_worker_refuses_is_refused_before_any_process_starts(

@@ -11,7 +11,7 @@ from baton.engine.plan import SlotInit
 from baton.engine.sampler import Sampler
 from baton.engine.sampler_ops import row_keys
 from baton.engine.sampler_state import SlotStates
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 VOCAB = 50
 CPU = torch.device("cpu")

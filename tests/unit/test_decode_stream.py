@@ -6,9 +6,9 @@ import pytest
 
 from baton.decode import stream
 from baton.decode.stream import DecodeStream, add_output, merge
-from baton.decode.types import Done, Tokens
+from baton.decode.types import DoneOutput, TokensOutput
 from baton.engine.plan import Logprobs
-from baton.engine.request import FinishReason
+from baton.engine.request import EngineFinishReason
 from baton.v1 import common_pb2, decode_pb2
 from virtual_time import skip_waits
 
@@ -182,10 +182,10 @@ async def test_a_caller_that_has_closed_its_side_gets_all_ends():
 
 def test_what_a_step_yields_is_one_message_with_finish_reasons_and_log_probabilities():
     message = decode_pb2.StepEvents(step=3)
-    add_output(message, Tokens(1, 2, 0, 5, Logprobs(5, -0.5, ((6, -1.0),)), None), 64)
-    add_output(message, Tokens(1, 2, 1, 7, None, FinishReason.STOP), 64)
-    add_output(message, Tokens(4, 0, 0, 8, None, FinishReason.LENGTH), 64)
-    add_output(message, Done(4, 0, decode_pb2.RequestStats(pulled_pages=3)), 64)
+    add_output(message, TokensOutput(1, 2, 0, 5, Logprobs(5, -0.5, ((6, -1.0),)), None), 64)
+    add_output(message, TokensOutput(1, 2, 1, 7, None, EngineFinishReason.STOP), 64)
+    add_output(message, TokensOutput(4, 0, 0, 8, None, EngineFinishReason.LENGTH), 64)
+    add_output(message, DoneOutput(4, 0, decode_pb2.RequestStats(pulled_pages=3)), 64)
     running, stopped, longest = message.tokens
     assert (running.request, running.attempt, running.choice, list(running.token_ids)) == (1, 2, 0, [5])
     assert running.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED

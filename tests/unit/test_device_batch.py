@@ -10,8 +10,8 @@ import torch
 
 from baton.engine.device_batch import DeviceSlots, Ragged, _continues
 from baton.engine.plan import PlanRow
-from baton.kvcache.groups import GONE
-from baton.layers.transfer import Upload
+from baton.kvcache.kv_groups import NO_PAGE
+from baton.layers.async_copy import Upload
 
 CPU = torch.device("cpu")
 
@@ -77,10 +77,10 @@ def test_tables_of_groups_and_pages_that_are_gone():
 
     assert both(1, [1, 2], [3, 4]) == 5  # and a mark of damage
     assert there.tables[1].tolist() == [[1, 2, 9, 9], [3, 4, 9, 9]]
-    assert both(1, [1, 2, 5], [GONE, 4, 6]) == 2
+    assert both(1, [1, 2, 5], [NO_PAGE, 4, 6]) == 2
     assert there.tables[1].tolist() == [[1, 2, 5, 9], [3, 4, 6, 9]]
-    assert both(1, [1, 2, 5], [GONE, GONE, 6]) == 0
-    assert both(1, [7, 8], [GONE, 2]) == 5
+    assert both(1, [1, 2, 5], [NO_PAGE, NO_PAGE, 6]) == 0
+    assert both(1, [7, 8], [NO_PAGE, 2]) == 5
     assert there.tables[1, :, :2].tolist() == [[7, 8], [9, 2]]
     assert there.tables[0].tolist() == there.tables[2].tolist() == [[9] * 4] * 2
 
@@ -91,11 +91,11 @@ def test_tables_of_groups_and_pages_that_are_gone():
         ((1, 2, 3), True),
         ((1, 2, 3, 4), True),
         ((1, 2), False),
-        ((GONE, 2, 3), True),
-        ((GONE, GONE, 3, 4), True),
-        ((GONE, 9, 3), False),
-        ((9, 2, GONE), False),
-        ((GONE, 2), False),
+        ((NO_PAGE, 2, 3), True),
+        ((NO_PAGE, NO_PAGE, 3, 4), True),
+        ((NO_PAGE, 9, 3), False),
+        ((9, 2, NO_PAGE), False),
+        ((NO_PAGE, 2), False),
     ],
 )
 def test_a_table_goes_on_where_no_page_has_become_another(pages, expected):

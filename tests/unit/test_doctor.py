@@ -17,7 +17,7 @@ from baton.cli.doctor import doctor, process_id, run_checks, served
 from baton.cli.health import health
 from baton.transport.shm import FIRST_PID_NAMESPACE, pid_namespace
 
-ENTRY = ["python", "-m", "baton.cli.entry", "baton", "serve", "decode"]
+ENTRY = ["python", "-m", "baton.cli.entrypoint", "baton", "serve", "decode"]
 SERVE = ["python", "/opt/baton/bin/baton", "serve", "decode"]
 
 

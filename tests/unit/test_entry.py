@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from baton.cli.entry import FIRST_ID, IDS, choose_id
+from baton.cli.entrypoint import FIRST_ID, IDS, choose_id
 
-ENTRY = [sys.executable, "-m", "baton.cli.entry"]
+ENTRY = [sys.executable, "-m", "baton.cli.entrypoint"]
 SAY_ID = [sys.executable, "-c", "import os; print(os.getpid())"]
 
 

@@ -11,8 +11,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from baton.layers.experts import ClampedSwiglu, Experts, Mixture, Router, Routing
 from baton.layers.mlp import GatedMlp
+from baton.layers.moe import ClampedSwiglu, Experts, Mixture, MoeGate, Routing
 from baton.layers.parameters import Parameters
 
 HIDDEN, INNER, EXPERTS, TOP_K = 64, 32, 8, 3
@@ -81,7 +81,7 @@ def test_deepseek_v3(groups, renormalize):
     )
     parameters = declared()
     routing = Routing(TOP_K, "sigmoid", renormalize, 2.5, *groups, group_best=2)
-    router = Router(parameters, "gate", HIDDEN, EXPERTS, routing, correction=True, float32=True)
+    router = MoeGate(parameters, "gate", HIDDEN, EXPERTS, routing, correction=True, float32=True)
     experts = Experts(parameters.under("experts"), EXPERTS, HIDDEN, INNER)
     mixture = Mixture(router, experts, GatedMlp(parameters.under("shared_experts"), HIDDEN, INNER))
     check(DeepseekV3MoE(config), mixture, parameters)
@@ -102,7 +102,7 @@ def test_deepseek_v2(groups):
     )
     parameters = declared()
     routing = Routing(TOP_K, renormalize=False, scale=16.0, groups=groups[0], top_groups=groups[1])
-    router = Router(parameters, "gate", HIDDEN, EXPERTS, routing, float32=True)
+    router = MoeGate(parameters, "gate", HIDDEN, EXPERTS, routing, float32=True)
     experts = Experts(parameters.under("experts"), EXPERTS, HIDDEN, INNER)
     mixture = Mixture(router, experts, GatedMlp(parameters.under("shared_experts"), HIDDEN, 2 * INNER))
     check(DeepseekV2Moe(config), mixture, parameters)
@@ -113,7 +113,7 @@ def test_gpt_oss():
         hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
     )
     parameters = declared()
-    router = Router(parameters, "router", HIDDEN, EXPERTS, Routing(TOP_K), bias=True)
+    router = MoeGate(parameters, "router", HIDDEN, EXPERTS, Routing(TOP_K), bias=True)
     swiglu = ClampedSwiglu(config.swiglu_alpha, config.swiglu_limit)
     below = parameters.under("experts")
     experts = Experts(below, EXPERTS, HIDDEN, INNER, projections=None, bias=True, activation=swiglu)

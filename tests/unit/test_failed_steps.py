@@ -7,13 +7,13 @@ from decode_node import PAGES, SIZE, Node, Runner
 from test_attempts import A, B, attempts, placed
 
 from baton.decode.prompt_routing import CANCEL_SECONDS
-from baton.decode.types import MAX_FAILED_STEPS, Done, Failed, Key, Peer
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
+from baton.decode.types import MAX_FAILED_STEPS, DoneOutput, FailedOutput, Key, Peer
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import MAX_FAILED_STEPS as MAX_IN_A_ROW
 from baton.engine.step_loop import StepPipeline
-from baton.gateway.attempts import PROVEN_TOKENS
+from baton.gateway.resume import PROVEN_TOKENS
 from baton.handoff.messages import (
     AttemptName,
     Beat,
@@ -23,7 +23,7 @@ from baton.handoff.messages import (
     PrefillFailed,
     StartPrefill,
 )
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.prefill.core import PrefillCore
 from baton.rpc.errors import BatonError, unavailable
 
@@ -32,7 +32,7 @@ NODE_FAILED = unavailable("the node ended", "NODE_FAILED")
 
 
 def failures(node):
-    return [(o.request, o.code, o.reason) for o in node.outputs if isinstance(o, Failed)]
+    return [(o.request, o.code, o.reason) for o in node.outputs if isinstance(o, FailedOutput)]
 
 
 def test_who_was_in_a_failed_step_goes_on_elsewhere_once():
@@ -52,7 +52,7 @@ def test_who_was_in_a_failed_step_goes_on_elsewhere_once():
 def test_prompts_of_a_failed_step_are_handed_back():
     outputs, retired = [], []
     core = PrefillCore(
-        KvCache(PageAllocator(PAGES), PrefixTree(SIZE)),
+        KvCacheManager(PageAllocator(PAGES), PrefixTree(SIZE)),
         SchedulerConfig(context_length=512, token_budget=64, max_rows=8),
         lease_grace=9.0,
         max_leased_pages=PAGES,
@@ -65,7 +65,7 @@ def test_prompts_of_a_failed_step_are_handed_back():
 
     def compute(number):
         name = AttemptName(7, number, 0, 0)
-        core.side.start("holder", name, Request(name, tuple(range(10)), SamplingParams()), True, 1.0)
+        core.side.start("holder", name, EngineRequest(name, tuple(range(10)), SamplingParams()), True, 1.0)
         for _ in range(3):
             if (due := pipeline.begin()) is not None:
                 pipeline.finish(due)
@@ -93,7 +93,7 @@ def test_requests_that_may_have_made_a_step_fail_are_computed_one_at_a_time():
         if len(scheduler.running) == 3:
             assert not all(s.request.failed_steps for s in scheduler.running), "cleared by its tokens"
     assert most == 1
-    assert sum(isinstance(o, Done) for o in node.outputs) == 5
+    assert sum(isinstance(o, DoneOutput) for o in node.outputs) == 5
 
 
 def test_a_node_that_ends_names_the_requests_that_it_had_admitted():
@@ -119,7 +119,7 @@ class HandedOff:
         self.core.flush_to = self.flushed
         for address in "pq":
             self.set(address, address in up)
-        self.request = Request(Key("caller", 1), tuple(range(8)), SamplingParams(max_tokens=9))
+        self.request = EngineRequest(Key("caller", 1), tuple(range(8)), SamplingParams(max_tokens=9))
         self.core.start(self.request.key, 7, 0, self.request, ("p", "q"), 0.0, local_tokens=local_tokens)
         self.node.run(2)
 
@@ -257,7 +257,7 @@ def test_heartbeats_are_more_frequent_than_silence_and_a_leases_grace_are_long(s
         node.now for each in effects if isinstance(each, Beat)
     )
     core.peer_changed("p", Peer(True, 0.0, "shm"), "")
-    request = Request(Key("caller", 1), tuple(range(8)), SamplingParams())
+    request = EngineRequest(Key("caller", 1), tuple(range(8)), SamplingParams())
     core.start(request.key, 7, 0, request, ("p",), 0.0, local_tokens=0)
     for _ in range(65):
         node.run(1)
@@ -321,7 +321,7 @@ def test_a_node_that_fails_with_a_request_counts_as_a_resume():
 
 def test_the_limits_of_both_sides_agree():
     from baton.decode import suspects, types
-    from baton.gateway import attempts as gateway
+    from baton.gateway import resume as gateway
 
     assert suspects.PROVEN_TOKENS == gateway.PROVEN_TOKENS and types.STEP_FAILURES == gateway.STEP_FAILURES
     assert gateway.MAX_FAILED_STEPS == MAX_FAILED_STEPS == 2

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from baton.decode import overload
-from baton.decode.overload import FORECAST_SECONDS, MARGIN, OverloadControl, Rates, forecast
+from baton.decode import admission_control
+from baton.decode.admission_control import FORECAST_SECONDS, MARGIN, AdmissionControl, Rates, forecast
 from baton.engine.batch import Step
 from baton.engine.plan import PlanRow, StepPlan
-from baton.engine.request import Phase, Request
-from baton.engine.sampling import SamplingParams
+from baton.engine.request import EngineRequest, SequencePhase
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_stats import WATCHDOG_FACTOR, MovingAverage, StepStats
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.stepcost import CostCalibration, StepCost
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.step_cost import CostCalibration, StepCost
 
 RATES = Rates(step=0.01, first=0.5, output=20.0)
 STOP = frozenset({0})
@@ -21,7 +21,7 @@ STOP = frozenset({0})
 
 def sequence(max_tokens=100, done=0, deadline=1e9, stop=frozenset()):
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
-    request = Request(key=object(), prompt=(1, 2, 3), params=params, deadline=deadline)
+    request = EngineRequest(key=object(), prompt=(1, 2, 3), params=params, deadline=deadline)
     request.sequences[0].tokens += [7] * done
     return request.sequences[0]
 
@@ -162,8 +162,8 @@ def test_choices_that_are_taken_up_again_are_not_refused():
     """Each waits by itself, with output or without; to refuse them would end the request once for each."""
     for delivered in [((7,), (), ()), (None, (), ())]:
         params = SamplingParams(max_tokens=100)
-        resumed = Request(key=1, prompt=(1, 2), params=params, n=3, delivered=delivered, deadline=0.5)
-        waiting = [each for each in resumed.sequences if each.phase is Phase.WAITING]
+        resumed = EngineRequest(key=1, prompt=(1, 2), params=params, n=3, delivered=delivered, deadline=0.5)
+        waiting = [each for each in resumed.sequences if each.phase is SequencePhase.WAITING]
         assert len(waiting) >= 2
         assert not forecast(waiting, [sequence(100)], 1, 0, RATES, now=0.0).refused
 
@@ -171,10 +171,10 @@ def test_choices_that_are_taken_up_again_are_not_refused():
 def test_a_forecast_is_made_now_and_then_and_when_something_has_arrived(monkeypatch):
     made = []
     monkeypatch.setattr(
-        overload, "forecast", lambda *arguments: made.append(arguments[-1]) or forecast(*arguments)
+        admission_control, "forecast", lambda *arguments: made.append(arguments[-1]) or forecast(*arguments)
     )
     config = SchedulerConfig(context_length=32, token_budget=8, max_rows=2)
-    control = OverloadControl(Scheduler(KvCache(PageAllocator(8), PrefixTree(4)), config))
+    control = AdmissionControl(Scheduler(KvCacheManager(PageAllocator(8), PrefixTree(4)), config))
     for now in (1.0, 1.0 + 0.9 * FORECAST_SECONDS, 1.0 + FORECAST_SECONDS):
         control.late(now)
     control.arrived()

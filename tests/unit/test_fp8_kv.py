@@ -14,13 +14,13 @@ from baton.attention.base import AttentionRow
 from baton.attention.fp8 import E4M3, dequantize, quantize
 from baton.attention.registry import NoBackend, resolve
 from baton.attention.torch_sdpa import TorchAttention
-from baton.checkpoint import CheckpointError
 from baton.config import WorkerConfig
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
+from baton.model_path import CheckpointError
 from baton.models.config import ModelError
 from baton.models.kv_scales import is_kv_scale, read_kv_scales
-from baton.models.quantization import read_format
+from baton.models.quantization_config import read_format
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import BatonError
 from baton.v1 import common_pb2
@@ -99,8 +99,8 @@ def test_attention_over_what_was_rounded(dtype, window):
 
 
 def test_a_backend_without_it_is_never_chosen():
-    with pytest.raises(NoBackend, match=r"torch-latent.*kv_scales"):
-        resolve("torch-latent", CPU, features=frozenset({"kv_scales"}))
+    with pytest.raises(NoBackend, match=r"torch-mla.*kv_scales"):
+        resolve("torch-mla", CPU, features=frozenset({"kv_scales"}))
     assert resolve("auto", CPU, features=frozenset({"kv_scales"}))[0] is TorchAttention
 
 

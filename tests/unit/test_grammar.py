@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from baton.checkpoint import resolve
 from baton.grammar.base import GrammarBusy, GrammarError, GrammarSpec
 from baton.grammar.compiler import GrammarCompiler
 from baton.grammar.llguidance import LlguidanceBackend
-from baton.tokenizer.hf import load
+from baton.model_path import resolve
+from baton.tokenizer.hf_tokenizer import load
 from baton.v1 import node_pb2
 from baton.worker.grammars import make_compiler
 

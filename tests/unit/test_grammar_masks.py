@@ -14,7 +14,7 @@ from baton.engine import grammar_masks
 from baton.engine.grammar_masks import CHEAP_SECONDS, GrammarMasks
 from baton.engine.plan import PlanRow, SlotInit
 from baton.engine.sampler import Sampler, row_results
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import GrammarError, Matcher
 
 VOCAB, EOS = 301, 7

@@ -3,14 +3,14 @@
 from decode_node import Node
 
 from baton.decode.messages import sampling_to
-from baton.decode.types import Done, Failed, Key, Peer
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
+from baton.decode.types import DoneOutput, FailedOutput, Key, Peer
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
 from baton.grammar.base import GrammarBusy, GrammarError, GrammarSpec
+from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import AttemptName, PrefillFailed
-from baton.handoff.prefill_side import PrefillSide
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.rpc.validate import check_sampling
 from baton.worker.convert import sampling_from
 
@@ -24,13 +24,13 @@ class Anything:
 def start(node, number, grammar=SPEC, candidates=(), seconds=60.0):
     params = SamplingParams(max_tokens=4, seed=number, grammar=grammar)
     key = Key("caller", number)
-    request = Request(key, tuple(range(8)), params, deadline=node.now + seconds)
+    request = EngineRequest(key, tuple(range(8)), params, deadline=node.now + seconds)
     node.core.start(key, 1, 0, request, candidates, node.now)
     return key, request
 
 
 def ends(node, number):
-    return [o for o in node.outputs if o.request == number and isinstance(o, Done | Failed)]
+    return [o for o in node.outputs if o.request == number and isinstance(o, DoneOutput | FailedOutput)]
 
 
 def test_it_waits_and_others_overtake():
@@ -39,14 +39,14 @@ def test_it_waits_and_others_overtake():
     start(node, 2, None)
     node.run(10)
     assert not [o for o in node.outputs if o.request == 1]
-    assert [type(end) for end in ends(node, 2)] == [Done]
+    assert [type(end) for end in ends(node, 2)] == [DoneOutput]
     inits = []
     launch = node.runner.launch
     node.runner.launch = lambda plan: inits.extend(plan.inits) or launch(plan)
     grammar = Anything()
     node.core.compiled(key, request, grammar)
     node.run(10)
-    assert [type(end) for end in ends(node, 1)] == [Done]
+    assert [type(end) for end in ends(node, 1)] == [DoneOutput]
     assert {init.grammar for init in inits} == {grammar}
     node.core.scheduler.cache.check(idle=True)
 
@@ -105,23 +105,23 @@ def test_prefill_nodes_that_would_ignore_it_are_passed_over():
     key, request = start(node, 1, candidates=("old:1", "new:1"))
     node.core.compiled(key, request, Anything())
     free = start(node, 2, None, candidates=("old:1", "new:1"))[1]
-    assert node.core._route(request.sequences[0], 100) is Route.REMOTE
+    assert node.core._route(request.sequences[0], 100) is PromptRoute.REMOTE
     assert node.core.unfinished[key].address == "new:1"
-    assert node.core._route(free.sequences[0], 100) is Route.REMOTE
+    assert node.core._route(free.sequences[0], 100) is PromptRoute.REMOTE
     assert node.core.unfinished[Key("caller", 2)].address == "old:1"
     node.core.peers["new:1"] = Peer(up=False, since=-10.0)
-    assert node.core._route(request.sequences[0], 100) is Route.LOCAL
+    assert node.core._route(request.sequences[0], 100) is PromptRoute.LOCAL
 
 
 def test_a_prefill_node_waits_likewise():
-    cache = KvCache(PageAllocator(40), PrefixTree(4))
+    cache = KvCacheManager(PageAllocator(40), PrefixTree(4))
     side = PrefillSide(
         Scheduler(cache, SchedulerConfig(context_length=64, token_budget=32, max_rows=4, prompt_only=True)),
         lease_grace=10.0,
         max_leased_pages=40,
     )
     names = [AttemptName(1, number, 0, 0) for number in range(3)]
-    requests = [Request(name, (1, 2, 3), SamplingParams(grammar=SPEC)) for name in names]
+    requests = [EngineRequest(name, (1, 2, 3), SamplingParams(grammar=SPEC)) for name in names]
     side.connect("holder", 0.0)
     for name, request in zip(names, requests, strict=True):
         side.start("holder", name, request, True, 0.0)
@@ -168,4 +168,4 @@ def test_one_that_waits_for_its_grammar_delays_nobody():
         node.start(number, max_tokens=40, seconds=2.0)
     node.run(60)
     assert not node.refused
-    assert [type(end) for end in ends(node, 12)] == [Done]
+    assert [type(end) for end in ends(node, 12)] == [DoneOutput]

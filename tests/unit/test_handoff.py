@@ -16,13 +16,14 @@ from hash_runner import HashRunner, reference
 
 from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore
-from baton.decode.types import Done, Failed, Key, Peer, Prompt, Tokens
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
+from baton.decode.types import DoneOutput, FailedOutput, Key, Peer, PromptOutput, TokensOutput
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.grammar.base import GrammarError
 from baton.handoff import messages
 from baton.handoff.decode_handoff import MAX_REASONS, HandoffCounters
+from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import (
     Alive,
     AttemptName,
@@ -36,8 +37,7 @@ from baton.handoff.messages import (
     StartPull,
     StopPull,
 )
-from baton.handoff.prefill_side import PrefillSide
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_map import PageUse
 
 SIZE = 4
@@ -46,7 +46,7 @@ PULL = 5.0
 
 
 def make_scheduler(pages, **options):
-    cache = KvCache(PageAllocator(pages), PrefixTree(SIZE))
+    cache = KvCacheManager(PageAllocator(pages), PrefixTree(SIZE))
     hooks = {k: options.pop(k) for k in ("route", "abandon", "may_admit") if k in options}
     config = SchedulerConfig(context_length=pages * SIZE, **{"token_budget": 16, "max_rows": 8, **options})
     return Scheduler(cache, config, **hooks)
@@ -162,21 +162,21 @@ class World:
     ):
         params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop)
         key = Key("gateway", number)
-        request = Request(key=key, prompt=tuple(prompt), params=params, n=n, deadline=deadline)
+        request = EngineRequest(key=key, prompt=tuple(prompt), params=params, n=n, deadline=deadline)
         self.core.start(key, 77, 0, request, candidates, self.now, local)
         self.asked.append(prompt if key in self.core.unfinished else ())
         return request
 
     def flushed(self, step, outputs, effects):
         for _, output in outputs:
-            if isinstance(output, Tokens):
+            if isinstance(output, TokensOutput):
                 assert output.request not in self.terminal
                 name = (output.request, output.choice)
                 assert name not in self.finished, "a token after the last"
                 self.tokens[name].append(output.token)
                 if output.finish:
                     self.finished.add(name)
-            elif isinstance(output, Prompt):
+            elif isinstance(output, PromptOutput):
                 self.prompts[output.request] += 1
                 self.cached += output.cached_tokens
                 assert not self.tokens[(output.request, 0)] and self.prompts[output.request] == 1
@@ -194,7 +194,7 @@ class World:
     def deliver(self, node):
         effect, side = node.inbox.popleft(), node.side
         if isinstance(effect, StartPrefill):
-            request = Request(
+            request = EngineRequest(
                 key=effect.name,
                 prompt=effect.request.prompt,
                 delivered=(effect.token_ids[len(effect.request.prompt) :],) if effect.delivered else (),
@@ -213,7 +213,7 @@ class World:
 
     def receive(self, node):
         message = node.outbox.popleft()
-        self.core.handoffs.hear(node.address, self.now)
+        self.core.handoffs.note_alive(node.address, self.now)
         if not isinstance(message, Alive):
             self.core.handoffs.receive(node.address, message, self.now)
 
@@ -291,8 +291,8 @@ class World:
 
     def check_counters(self):
         counters = self.core.counters
-        done = sum(isinstance(output, Done) for output in self.terminal.values())
-        codes = Counter(output.code for output in self.terminal.values() if isinstance(output, Failed))
+        done = sum(isinstance(output, DoneOutput) for output in self.terminal.values())
+        codes = Counter(output.code for output in self.terminal.values() if isinstance(output, FailedOutput))
         assert counters.finished == done
         assert counters.failed == codes.total() - codes["CANCELLED"]
         assert counters.finished + counters.failed + counters.cancelled == len(self.asked)
@@ -306,7 +306,7 @@ class World:
             expected = reference(list(request.prompt), request.params.seed + i, request.params.max_tokens)
             got = self.tokens[(number, i)]
             assert got == expected, (number, i)
-        assert isinstance(self.terminal[number], Done), self.terminal[number]
+        assert isinstance(self.terminal[number], DoneOutput), self.terminal[number]
 
 
 def announced(world):
@@ -390,7 +390,7 @@ def test_an_ended_request_is_not_left_to_the_garbage_collector(end, n, monkeypat
     """It holds its prompt; and what is left to it are pauses in which no step is launched."""
 
     def alive():
-        return {id(each) for each in gc.get_objects() if type(each) is Request}
+        return {id(each) for each in gc.get_objects() if type(each) is EngineRequest}
 
     world = World(random.Random(1))
     sides = [node.side for node in world.nodes.values()]
@@ -435,9 +435,9 @@ def test_an_ended_request_is_not_left_to_the_garbage_collector(end, n, monkeypat
 def test_nor_is_an_attempt_whose_name_is_in_use():
     side = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30)
     name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
-    request = Request(key=name, prompt=tuple(range(9)), params=SamplingParams())
+    request = EngineRequest(key=name, prompt=tuple(range(9)), params=SamplingParams())
     side.start("a", name, request, True, 0.0)
-    again = Request(key=name, prompt=tuple(range(9)), params=SamplingParams())
+    again = EngineRequest(key=name, prompt=tuple(range(9)), params=SamplingParams())
     side.start("b", name, again, True, 0.0)
     assert [output.reason for _, output in side.outputs] == ["DUPLICATE_ATTEMPT"]
     assert not again.sequences, "they point back at it"
@@ -507,7 +507,7 @@ def test_a_stop_token_that_comes_first_begins_no_pull(seed):
     first = reference(prompt, 1, 1)
     world.start(1, prompt, stop=frozenset(first))
     world.run()
-    assert world.tokens[(1, 0)] == first and isinstance(world.terminal[1], Done)
+    assert world.tokens[(1, 0)] == first and isinstance(world.terminal[1], DoneOutput)
     assert world.core.handoffs._pulls.begun == 0, "a pull was begun"
 
 
@@ -595,7 +595,7 @@ def test_as_many_tokens_are_computed_instead_as_a_node_may(most, refused):
     for number in (1, 2):
         world.start(number, range(100 * number, 100 * number + 30))
     world.run()
-    assert isinstance(world.terminal[2], Failed) == refused
+    assert isinstance(world.terminal[2], FailedOutput) == refused
 
 
 def test_pages_are_announced_before_their_step_has_retired_and_pulled_after():
@@ -628,7 +628,7 @@ def test_cached_pages_are_announced_at_once():
     # Another decode node, that has nothing of it.
     node, name = world.nodes["p0"], AttemptName(1, 1, 0, 0)
     node.side.connect("e", world.now)
-    again = Request(key=name, prompt=(*range(20), 7), params=SamplingParams(max_tokens=1))
+    again = EngineRequest(key=name, prompt=(*range(20), 7), params=SamplingParams(max_tokens=1))
     node.side.start("e", name, again, True, world.now, ahead=True)
     node.step(world.now)
     cached, rest = node.outbox
@@ -796,8 +796,8 @@ def test_counters_count_what_happens():
             cancelled += 1
     world.run()
     ends = Counter(type(output) for output in world.terminal.values())
-    assert ends == {Done: 5, Failed: 3} and node.side.counters.cancelled >= 2
-    pulled = sum(end.stats.pulled_pages for end in world.terminal.values() if isinstance(end, Done))
+    assert ends == {DoneOutput: 5, FailedOutput: 3} and node.side.counters.cancelled >= 2
+    pulled = sum(end.stats.pulled_pages for end in world.terminal.values() if isinstance(end, DoneOutput))
     assert world.core.handoffs.counters.pulled_pages >= pulled > 15
 
 
@@ -823,7 +823,7 @@ def test_a_name_that_has_ended_is_refused_and_what_is_said_of_it_is_no_longer_co
 def test_a_grammar_of_another_attempt_of_that_name_is_dropped():
     side = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30)
     name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
-    old, new = (Request(key=name, prompt=tuple(range(9)), params=SamplingParams()) for _ in range(2))
+    old, new = (EngineRequest(key=name, prompt=tuple(range(9)), params=SamplingParams()) for _ in range(2))
     side.start("a", name, old, True, 0.0)
     side.cancel("a", name)
     side.start("a", name, new, True, 0.0)
@@ -843,7 +843,7 @@ def test_the_last_failure_is_said_where_no_prefill_node_is_left():
     world.nodes["p0"].inbox.clear()
     world.now += 6.0
     world.run()
-    refused = [output for output in world.terminal.values() if isinstance(output, Failed)]
+    refused = [output for output in world.terminal.values() if isinstance(output, FailedOutput)]
     assert len(refused) == 1 and "p0: SILENT: nothing heard for 5 s" in refused[0].message
 
 
@@ -900,7 +900,9 @@ def test_what_is_recorded_of_other_ends(why, ended, told):
     noted(side._recorder, notes)
     name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
     length = 9 if why != "refused" else 400
-    side.start("a", name, Request(key=name, prompt=tuple(range(length)), params=SamplingParams()), True, 0.0)
+    side.start(
+        "a", name, EngineRequest(key=name, prompt=tuple(range(length)), params=SamplingParams()), True, 0.0
+    )
     if why == "cancelled":
         side.cancel("a", name)
     elif why == "lost":
@@ -921,7 +923,7 @@ def test_a_lease_ends_with_its_grace_or_its_deadline(deadline, last, end, reason
     side = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30)
     name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
     side.connect("a", 0.0)
-    request = Request(key=name, prompt=tuple(range(9)), params=SamplingParams(), deadline=deadline)
+    request = EngineRequest(key=name, prompt=tuple(range(9)), params=SamplingParams(), deadline=deadline)
     side.start("a", name, request, True, 0.0)
     side.tick(last)
     assert side.requests == 1
@@ -954,7 +956,7 @@ def test_a_heartbeat_goes_to_each_node_that_has_a_prompt_in_turn():
     ]
     handoffs.shorten_beat(0.5)
     assert [beats(now) for now in (21.5, 21.5625, 21.625)] == [["p0", "p1"], [], ["p0", "p1"]]
-    handoffs.hear("p0", 21.75)
+    handoffs.note_alive("p0", 21.75)
     handoffs.tick(22.0)
     assert handoffs.active == 3, "as long as may be"
     handoffs.tick(22.25)

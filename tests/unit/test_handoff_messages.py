@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.plan import RowResult, StepResult
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
-from baton.handoff.decode_side import DecodeSide
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
+from baton.handoff.fetch import DecodeSide
+from baton.handoff.lease import PrefillCounters, PrefillSide
 from baton.handoff.messages import (
     Alive,
     AttemptName,
@@ -25,11 +26,10 @@ from baton.handoff.messages import (
     StartPrefill,
     StartPull,
 )
-from baton.handoff.prefill_side import PrefillCounters, PrefillSide
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.groups import FULL
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.kvcache.kv_groups import FULL
 from baton.prefill.core import PrefillCore
-from baton.tracing.recorder import Kind, Recorder
+from baton.tracing.recorder import EventKind, Recorder
 
 NAME = AttemptName(7, 1, 0, 0)
 PROMPT = tuple(range(10))
@@ -37,7 +37,7 @@ PROMPT = tuple(range(10))
 
 
 def make_scheduler(groups=(FULL,), **options):
-    cache = KvCache(PageAllocator(40), PrefixTree(4, groups=groups))
+    cache = KvCacheManager(PageAllocator(40), PrefixTree(4, groups=groups))
     hooks = {name: options.pop(name) for name in ("route", "abandon") if name in options}
     config = SchedulerConfig(context_length=100, token_budget=64, max_rows=8, output_margin=2, **options)
     return Scheduler(cache, config, **hooks)
@@ -56,7 +56,7 @@ class Decode:
         self.failed = []
         self.scheduler = make_scheduler(
             groups,
-            route=lambda leader, uncached: Route.REMOTE,
+            route=lambda leader, uncached: PromptRoute.REMOTE,
             abandon=lambda leader: self.side.abandon(leader),
         )
         self.side = DecodeSide(
@@ -67,7 +67,7 @@ class Decode:
             pulled=lambda leader, pages: None,
             failed=lambda leader, address, reason, message: self.failed.append(reason),
         )
-        self.request = Request("key", PROMPT, SamplingParams(max_tokens=5))
+        self.request = EngineRequest("key", PROMPT, SamplingParams(max_tokens=5))
         self.scheduler.submit(self.request)
         self.scheduler.plan()
         self.side.begin(self.request.sequences[0], "p0", 0.0)
@@ -233,7 +233,7 @@ def computed(max_leased_pages=30):
     """A prefill side whose one prompt is complete and leased to "holder"."""
     side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=max_leased_pages)
     side.connect("holder", 0.0)
-    side.start("holder", NAME, Request(NAME, PROMPT, SamplingParams()), True, 0.0)
+    side.start("holder", NAME, EngineRequest(NAME, PROMPT, SamplingParams()), True, 0.0)
     step = side.plan(1.0)
     rows = (RowResult((50,)),)
     side.commit(step, StepResult(step.plan.number, rows), 2.0)
@@ -243,7 +243,7 @@ def computed(max_leased_pages=30):
 def test_the_age_of_the_oldest_lease_is_reported():
     side = computed()
     other = replace(NAME, request=NAME.request + 1)
-    side.start("holder", other, Request(other, PROMPT, SamplingParams()), True, 2.0)
+    side.start("holder", other, EngineRequest(other, PROMPT, SamplingParams()), True, 2.0)
     step = side.plan(2.5)
     side.commit(step, StepResult(step.plan.number, (RowResult((50,)),)), 4.0)
     assert side.leases == 2 and side.oldest_lease(5.0) == 3.0
@@ -264,7 +264,9 @@ def test_what_is_leased_is_counted_until_it_ends():
 def complete(side, number, keep_pages=True, priority=0):
     """Another prompt of "holder", computed at time 2."""
     name = AttemptName(7, number, 0, 0)
-    side.start("holder", name, Request(name, PROMPT, SamplingParams(), priority=priority), keep_pages, 2.0)
+    side.start(
+        "holder", name, EngineRequest(name, PROMPT, SamplingParams(), priority=priority), keep_pages, 2.0
+    )
     step = side.plan(2.0)
     side.commit(step, StepResult(step.plan.number, (RowResult((50,)),)), 2.0)
     return name
@@ -272,7 +274,7 @@ def complete(side, number, keep_pages=True, priority=0):
 
 def test_pages_that_are_not_kept_are_not_announced():
     side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
-    side.start("holder", NAME, Request(NAME, tuple(range(90)), SamplingParams()), False, 0.0)
+    side.start("holder", NAME, EngineRequest(NAME, tuple(range(90)), SamplingParams()), False, 0.0)
     step = side.plan(1.0)
     assert step.plan.num_tokens == 64
     side.commit(step, StepResult(step.plan.number, (RowResult(()),)), 2.0)
@@ -282,7 +284,7 @@ def test_pages_that_are_not_kept_are_not_announced():
 def test_a_prefill_node_records_the_chunks_of_its_prompts():
     recorder = Recorder()
     core = PrefillCore(
-        KvCache(PageAllocator(40), PrefixTree(4)),
+        KvCacheManager(PageAllocator(40), PrefixTree(4)),
         SchedulerConfig(context_length=100, token_budget=64, max_rows=8),
         lease_grace=9.0,
         max_leased_pages=30,
@@ -292,14 +294,14 @@ def test_a_prefill_node_records_the_chunks_of_its_prompts():
     )
     complete(core.side, 2)
     told = {event.kind: (event.request, event.number, event.step) for event in recorder.all()}
-    assert told[Kind.CHUNK_BEGUN] == (2, len(PROMPT), 1) and told[Kind.ANNOUNCED][:2] == (2, 3)
+    assert told[EventKind.CHUNK_BEGUN] == (2, len(PROMPT), 1) and told[EventKind.ANNOUNCED][:2] == (2, 3)
 
 
 def test_a_holders_leases_count_together():
     side = computed(max_leased_pages=5)
     complete(side, 2)
     third = AttemptName(7, 3, 0, 0)
-    request = Request(third, PROMPT, SamplingParams())
+    request = EngineRequest(third, PROMPT, SamplingParams())
     side.start("holder", third, request, True, 2.0)
     assert side._leased == {"holder": 6} and not side.may_admit(request)
     side.release("holder", NAME)
@@ -318,7 +320,7 @@ def test_a_prompt_whose_pages_are_not_kept_ends_with_its_first_token():
 def test_a_holder_that_does_not_pull_gets_no_more_pages(leased, admitted):
     side = computed(leased)
     another = AttemptName(7, 2, 0, 0)
-    request = Request(another, PROMPT, SamplingParams())
+    request = EngineRequest(another, PROMPT, SamplingParams())
     side.start("holder", another, request, True, 2.0)
     assert side.may_admit(request) == admitted
 
@@ -338,7 +340,7 @@ def test_a_start_is_a_sign_of_life():
     """A holder sends heartbeats only while it has attempts here."""
     side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
     side.connect("holder", 0.0)
-    side.start("holder", NAME, Request(NAME, PROMPT, SamplingParams()), True, 100.0)
+    side.start("holder", NAME, EngineRequest(NAME, PROMPT, SamplingParams()), True, 100.0)
     side.tick(108.9)
     assert side.knows(NAME)
     side.tick(109.0)
@@ -348,7 +350,7 @@ def test_a_start_is_a_sign_of_life():
 def test_only_its_holder_ends_an_attempt():
     side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
     side.connect("holder", 0.0)
-    side.start("holder", NAME, Request(NAME, PROMPT, SamplingParams()), True, 0.0)
+    side.start("holder", NAME, EngineRequest(NAME, PROMPT, SamplingParams()), True, 0.0)
     for speak in (side.cancel, side.release):
         speak("stranger", NAME)
         ((to, failed),) = side.outputs
@@ -368,7 +370,7 @@ def test_of_a_cancelled_prompt_its_step_decides_the_answer(end):
     for holder, number in ("holder", 1), ("gone", 2):
         side.connect(holder, 0.0)
         name = AttemptName(7, number, 0, 0)
-        side.start(holder, name, Request(name, PROMPT, SamplingParams()), True, 0.0)
+        side.start(holder, name, EngineRequest(name, PROMPT, SamplingParams()), True, 0.0)
     step = side.plan(1.0)
     first, second = (AttemptName(7, number, 0, 0) for number in (1, 2))
     side.cancel("holder", first)
@@ -402,7 +404,7 @@ def test_a_prompt_that_waits_for_pages_costs_the_idle_lease_of_the_lowest_priori
     side = computed()
     names = {priority: complete(side, 2 + priority, priority=priority) for priority in (5, 0)}
     waiting = AttemptName(7, 99, 0, 0)
-    side.start("holder", waiting, Request(waiting, PROMPT, SamplingParams()), True, 2.0)
+    side.start("holder", waiting, EngineRequest(waiting, PROMPT, SamplingParams()), True, 2.0)
     side.outputs.clear()  # and no step takes it up
     for now, lost in (2.0, []), (3.9, []), (4.0, [names[0]]):  # the youngest of the lowest priority
         side.heartbeat("holder", now)

@@ -13,7 +13,7 @@ from kv_model import Prefix
 from test_prefix_tree import PAGE, TreeMachine
 
 from baton.gateway.cache_view import CacheView, Gap, PromptPages
-from baton.kvcache.kv_events import Changes, PromptDigests, TreeEvents, TreeLog
+from baton.kvcache.kv_events import PromptDigests, TreeChanges, TreeEvents, TreeLog
 from baton.kvcache.prefix_tree import PrefixTree
 from baton.v1 import cache_pb2
 
@@ -32,7 +32,7 @@ def digest_of(prefix: Prefix, page_size: int = PAGE) -> int:
     return int.from_bytes(digest, "little")
 
 
-def message(changes: Changes, incarnation: int = 1, page_size: int = PAGE) -> cache_pb2.CacheUpdate:
+def message(changes: TreeChanges, incarnation: int = 1, page_size: int = PAGE) -> cache_pb2.CacheUpdate:
     return cache_pb2.CacheUpdate(
         incarnation=incarnation,
         after=changes.after,
@@ -142,7 +142,7 @@ def test_who_is_not_far_behind_gets_the_changes_and_who_is_a_snapshot():
         assert changes.snapshot == (sequence < log.sequence - 50)
         now = set() if changes.snapshot else held
         assert (now - set(changes.removed)) | set(changes.stored) == seen[-1][1]
-    assert log.since(log.sequence) == Changes(log.sequence, log.sequence, ())
+    assert log.since(log.sequence) == TreeChanges(log.sequence, log.sequence, ())
     assert log.since(None).after == 0
     # Of another life of the log, or made up.
     assert log.since(log.sequence + 1).snapshot
@@ -160,7 +160,7 @@ def test_what_came_and_went_or_went_and_came_back_is_no_change():
     tree.match([1] * PAGE)
     tree.evict(1)
     drain(events, log)
-    assert log.since(before) == Changes(before, log.sequence, ())
+    assert log.since(before) == TreeChanges(before, log.sequence, ())
 
 
 def test_the_log_told_anew_remembers_nothing_older():
@@ -181,29 +181,29 @@ def test_events_that_nobody_takes_do_not_pile_up():
 class TestView:
     def test_a_new_incarnation_begins_afresh(self):
         view = CacheView()
-        view.apply(message(Changes(0, 5, (1, 2), snapshot=True)), 0.0)
-        view.apply(message(Changes(0, 2, (3,), snapshot=True), incarnation=2), 0.0)
+        view.apply(message(TreeChanges(0, 5, (1, 2), snapshot=True)), 0.0)
+        view.apply(message(TreeChanges(0, 2, (3,), snapshot=True), incarnation=2), 0.0)
         assert view._held == {3} and (view.incarnation, view.sequence) == (2, 2)
 
     @pytest.mark.parametrize(
         ("changes", "incarnation", "page_size"),
         [
-            (Changes(6, 7, (9,)), 1, PAGE),  # change 6 is missing
-            (Changes(4, 7, (9,)), 1, PAGE),  # change 5 comes twice
-            (Changes(5, 7, (9,)), 2, PAGE),  # of another process
-            (Changes(0, 7, (9,), snapshot=True), 1, 0),
+            (TreeChanges(6, 7, (9,)), 1, PAGE),  # change 6 is missing
+            (TreeChanges(4, 7, (9,)), 1, PAGE),  # change 5 comes twice
+            (TreeChanges(5, 7, (9,)), 2, PAGE),  # of another process
+            (TreeChanges(0, 7, (9,), snapshot=True), 1, 0),
         ],
     )
     def test_what_does_not_follow_is_refused_and_all_forgotten(self, changes, incarnation, page_size):
         view = CacheView()
-        view.apply(message(Changes(0, 5, (1, 2), snapshot=True)), 0.0)
+        view.apply(message(TreeChanges(0, 5, (1, 2), snapshot=True)), 0.0)
         with pytest.raises(Gap):
             view.apply(message(changes, incarnation, page_size), 0.0)
         assert len(view) == 0 and view.sequence == 0 and view.load is None
 
     def test_pages_are_bounded(self):
         view = CacheView(max_pages=3)
-        view.apply(message(Changes(0, 5, (1, 2, 3, 4, 5), snapshot=True)), 0.0)
+        view.apply(message(TreeChanges(0, 5, (1, 2, 3, 4, 5), snapshot=True)), 0.0)
         assert len(view) == 3
-        view.apply(message(Changes(5, 9, (6, 7, 8), (1, 2))), 0.0)
+        view.apply(message(TreeChanges(5, 9, (6, 7, 8), (1, 2))), 0.0)
         assert len(view) == 3

@@ -8,8 +8,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from baton.kvcache import FULL, GONE, Holding, KvCache, KvGroup, OutOfPages, PageAllocator, PrefixTree
-from baton.kvcache.groups import divide_layers, longest, peak
+from baton.kvcache import (
+    FULL,
+    NO_PAGE,
+    BlockTable,
+    KvCacheManager,
+    KvGroup,
+    OutOfPages,
+    PageAllocator,
+    PrefixTree,
+)
+from baton.kvcache.kv_groups import divide_layers, longest, peak
 
 PAGE = 2
 
@@ -50,7 +59,7 @@ def test_no_sequence_holds_more_than_its_peak(window, chunk):
     """As the scheduler does it: two steps in flight, pages given up when the first has retired."""
     groups = (FULL, KvGroup(window))
     for total in (1, 5, 24, 41):
-        cache = KvCache(PageAllocator(200), PrefixTree(PAGE, groups=groups))
+        cache = KvCacheManager(PageAllocator(200), PrefixTree(PAGE, groups=groups))
         holding, ends, most = cache.hold([]), [0], 0
         while ends[-1] < total:
             ends.append(min(total, ends[-1] + chunk))
@@ -68,7 +77,7 @@ class Sequence:
     """What the machine knows of a holding; it writes all pages up to `length` tokens."""
 
     tokens: list[int]
-    holding: Holding
+    holding: BlockTable
     position: int
     """The next token to be computed; what it sees must be there."""
     pins: int = 0
@@ -85,7 +94,7 @@ class GroupsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KvCache(PageAllocator(self.total), PrefixTree(PAGE, groups=self.groups))
+        self.cache = KvCacheManager(PageAllocator(self.total), PrefixTree(PAGE, groups=self.groups))
         self.contents: dict[int, object] = {}
         self.sequences: list[Sequence] = []
         self.step = 0
@@ -162,7 +171,7 @@ class GroupsMachine(RuleBasedStateMachine):
         if sequence is not None:
             self.cache.pin(sequence.holding)
             sequence.pins += 1
-            sequence.under.append({p for table in sequence.holding.tables for p in table if p != GONE})
+            sequence.under.append({p for table in sequence.holding.tables for p in table if p != NO_PAGE})
 
     @rule()
     def unpin(self) -> None:
@@ -183,7 +192,7 @@ class GroupsMachine(RuleBasedStateMachine):
             if not sequence.pins:
                 self.sequences.remove(sequence)
 
-    def write(self, holding: Holding, tokens: list[int], first: int) -> None:
+    def write(self, holding: BlockTable, tokens: list[int], first: int) -> None:
         for group, table in enumerate(holding.tables):
             for index in range(first, len(table)):
                 if table[index] in holding.owned:
@@ -229,9 +238,9 @@ def test_pages_hold_what_positions_see(machine):
     )
 
 
-def cached(length: int) -> KvCache:
+def cached(length: int) -> KvCacheManager:
     """A cache that has computed range(length), page by page, and given it up."""
-    cache = KvCache(PageAllocator(40), PrefixTree(PAGE, groups=(FULL, KvGroup(4))))
+    cache = KvCacheManager(PageAllocator(40), PrefixTree(PAGE, groups=(FULL, KvGroup(4))))
     holding = cache.hold([])
     for end in range(PAGE, length + 1, PAGE):
         cache.extend(holding, end // PAGE)
@@ -261,7 +270,7 @@ def test_window_pages_inside_a_prefix_are_evicted_first_and_the_prefix_stays_usa
 
 def test_what_is_pinned_keeps_the_pages_that_it_no_longer_sees():
     """Somebody may still copy them."""
-    cache = KvCache(PageAllocator(8), PrefixTree(PAGE, groups=(KvGroup(2),)))
+    cache = KvCacheManager(PageAllocator(8), PrefixTree(PAGE, groups=(KvGroup(2),)))
     holding = cache.hold([])
     cache.extend(holding, 6)
     before = holding.page_tables()
@@ -279,7 +288,7 @@ def test_a_prefix_without_its_window_pages_is_usable_where_the_rest_is_pulled():
     cache.extend(other, 11)
     tokens = [*range(14), *range(50, 70)]
     holding = cache.hold(tokens, "", 17, position=len(tokens))
-    assert len(holding) == 7 and holding.tables[1] == [GONE] * 7, "only the full group's pages are wanted"
+    assert len(holding) == 7 and holding.tables[1] == [NO_PAGE] * 7, "only the full group's pages are wanted"
     cache.release(holding, 0)
     cache.release(other, 0)
 
@@ -300,7 +309,7 @@ def test_a_longer_run_fills_the_holes_of_a_cached_prefix():
 
 def test_eviction_keeps_up_with_many_prompts():
     """No page gets lost in a pool that is always full."""
-    cache = KvCache(PageAllocator(120), PrefixTree(PAGE, groups=(FULL, KvGroup(5), KvGroup(5))))
+    cache = KvCacheManager(PageAllocator(120), PrefixTree(PAGE, groups=(FULL, KvGroup(5), KvGroup(5))))
     draw = random.Random(3)
     for _ in range(400):
         tokens = [draw.randrange(3) for _ in range(draw.randrange(2, 40))]

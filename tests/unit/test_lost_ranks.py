@@ -16,7 +16,7 @@ import torch
 from baton.config import DecodeConfig
 from baton.decode.server import DecodeNode
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.ranks.channel import CollectiveError
 from baton.ranks.followers import Followers
 from baton.ranks.messages import End

@@ -8,11 +8,11 @@ import pytest
 
 from baton.engine.idle_steps import AGAIN_SECONDS, STEP_SECONDS, TURN_SECONDS, IdleSteps
 from baton.engine.plan import step_load
-from baton.engine.startup_steps import BUDGET_SECONDS, ENOUGH, ROUNDS, StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
+from baton.engine.warmup import BUDGET_SECONDS, ENOUGH, ROUNDS, StepLimits, measure_step_cost
 from baton.handoff.pull_cost import PullCost, PullMeter
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.stepcost import CostCalibration, StepCost, StepLoad
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.step_cost import CostCalibration, StepCost, StepLoad
 
 COST = StepCost(fixed=4e-3, row=5e-5, key=2e-8, token=2e-5, pair=1e-9)
 LIMITS = StepLimits(token_budget=2048, context_length=4096, page_size=16, pages=1024)
@@ -153,7 +153,7 @@ class Idle:
     def __init__(self, factor=2.0, pages=1024):
         self.machine = Machine()
         self.allocator = PageAllocator(pages)
-        cache = KvCache(self.allocator, PrefixTree(16))
+        cache = KvCacheManager(self.allocator, PrefixTree(16))
         self.turns = IdleSteps(self.machine, LIMITS, cache, lambda: self.machine.now)
         self.calibration = CostCalibration(StepCost(*(factor * value for value in astuple(COST))))
 

@@ -21,7 +21,7 @@ from random_checkpoints import (
 
 from baton.engine.model_runner import pool_states
 from baton.engine.plan import PlanRow, Pooling, StepPlan
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

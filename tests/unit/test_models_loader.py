@@ -11,12 +11,12 @@ from random_checkpoints import VARIANTS, check_logits, save_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from baton.checkpoint import CheckpointError
 from baton.checkpoint_config import context_length
 from baton.config import DecodeConfig
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.parameters import Parameters
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
+from baton.model_path import CheckpointError
 from baton.models.body import why_not_fused
 from baton.models.config import ModelError, read_config, window
 from baton.models.loader import declared, fingerprint, load_model, read_weights, weight_bytes

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from baton.cli.other_servers import NAMES, NOT_NEEDED
+from baton.cli.flag_aliases import NAMES, NOT_NEEDED
 from baton.cli.serve import serve
 from baton.cli.up import up
 

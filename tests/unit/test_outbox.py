@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.rpc.streams import Outbox, OutboxFull
+from baton.rpc.outbox import Outbox, OutboxFull
 
 
 async def test_merges_what_is_unsent_and_only_that():

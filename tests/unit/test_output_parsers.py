@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.gateway.parsed_output import ParsedOutput
-from baton.gateway.parsers.reader import Call, Malformed, Reasoning, Text
-from baton.gateway.parsers.registry import TOOL_PARSERS, make_parser
+from baton.parsers.reader import Malformed, ParsedCall, ParsedReasoning, ParsedText
+from baton.parsers.registry import TOOL_PARSERS, make_parser
 from baton.v1.inference_pb2 import Delta
 
 SCHEMA = json.dumps({"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}})
@@ -64,9 +64,9 @@ def parse(form, pieces, *, reasoning="", opened=False, cut=False, tools=TOOLS):
     parser = make_parser(form, reasoning, tools, opened=opened)
     events = [event for piece in pieces for event in parser.feed(piece)]
     events += parser.finish(cut=cut)
-    text = "".join(event.text for event in events if isinstance(event, Text))
-    reasoned = "".join(event.text for event in events if isinstance(event, Reasoning))
-    calls = [(event.name, json.loads(event.arguments)) for event in events if isinstance(event, Call)]
+    text = "".join(event.text for event in events if isinstance(event, ParsedText))
+    reasoned = "".join(event.text for event in events if isinstance(event, ParsedReasoning))
+    calls = [(event.name, json.loads(event.arguments)) for event in events if isinstance(event, ParsedCall)]
     return text, reasoned, calls
 
 
@@ -296,19 +296,17 @@ def test_marks_within_marks_are_soon_plain_text(form, opening, monkeypatch):
         raise Malformed
 
     for name in ("hermes", "llama", "mistral", "gpt_oss"):
-        monkeypatch.setattr(f"baton.gateway.parsers.{name}.loads", loads)
+        monkeypatch.setattr(f"baton.parsers.{name}.loads", loads)
     text = opening * 5000 + "}" * 5000
     parser = make_parser(form, "", TOOLS, opened=False)
     events = [*parser.feed(text), *parser.finish()]
-    assert 1 <= tried < 10 and not any(isinstance(event, Call) for event in events)
+    assert 1 <= tried < 10 and not any(isinstance(event, ParsedCall) for event in events)
     if form != "gpt_oss":
         assert "".join(event.text for event in events) == text
 
 
 def test_a_schema_is_read_once_however_many_calls(monkeypatch):
     read = []
-    monkeypatch.setattr(
-        "baton.gateway.parsers.tools._properties", lambda schema: read.append(schema) or {"n": {}}
-    )
+    monkeypatch.setattr("baton.parsers.tools._properties", lambda schema: read.append(schema) or {"n": {}})
     assert len(parse("glm", [said("glm", [("f", {"n": 1})] * 50)])[2]) == 50
     assert len(read) == 1

@@ -11,12 +11,12 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
+from baton.api.page.app import STATIC, PageApp
+from baton.api.page.feed import Feed
+from baton.api.page.processes import WatchedProcess
 from baton.config import GatewayConfig
 from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
-from baton.gateway.page.app import STATIC, PageApp
-from baton.gateway.page.feed import Feed
-from baton.gateway.page.processes import Process
 from baton.v1 import node_pb2
 
 
@@ -57,7 +57,7 @@ async def test_the_answer_to_head_ends(gateway):
 
 
 def test_a_process_that_is_silent_once_is_not_taken_for_lost():
-    process = Process("tokenizer", "127.0.0.1:1")
+    process = WatchedProcess("tokenizer", "127.0.0.1:1")
     assert process.health == "unknown"
     process.heard(node_pb2.NodeState(load=node_pb2.Load(requests=3)))
     process.missed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kvcache.page_map import PageMap, PageUse, Run, mark, page_map
+from baton.kvcache.page_map import CellRun, PageMap, PageUse, mark, page_map
 
 F, O, C, Q, L, P = (int(use) for use in PageUse)  # noqa: E741
 
@@ -16,7 +16,7 @@ def one(use: int) -> tuple[int, ...]:
 
 def test_equal_neighbours_are_one_run():
     found = page_map(bytes([F, F, C, C, C, P]), 100)
-    assert found == PageMap(6, 1, (Run(2, one(F)), Run(3, one(C)), Run(1, one(P))))
+    assert found == PageMap(6, 1, (CellRun(2, one(F)), CellRun(3, one(C)), CellRun(1, one(P))))
 
 
 def test_a_cell_of_several_pages_counts_them_and_the_last_may_have_fewer():

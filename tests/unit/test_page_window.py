@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from baton.api.page.window import KEPT_SECONDS, Window, quantile
 from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.page.window import KEPT_SECONDS, Window, quantile
 
 
 @pytest.mark.parametrize(

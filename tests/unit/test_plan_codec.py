@@ -16,13 +16,13 @@ import pytest
 
 from baton.config import DecodeConfig, WorkerConfig
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
-from baton.engine.sampling import SamplingParams
-from baton.kvcache import GONE
-from baton.layers.shard import Shard
+from baton.engine.sampling_params import SamplingParams
+from baton.kvcache import NO_PAGE
+from baton.layers.tensor_parallel import Shard
 from baton.ranks.channel import Channel, ChannelClosed, ChannelError
 from baton.ranks.messages import End, Failed, Loaded, MakePool, Meet, Message, Ready, Setup, Started
 from baton.ranks.plan_codec import PlanDecoder, PlanEncoder
-from baton.rpc.authentication import Cluster, ClusterTls
+from baton.rpc.authentication import ClusterCredentials, ClusterTls
 
 
 def random_plan(rng, number, tables):
@@ -36,7 +36,7 @@ def random_plan(rng, number, tables):
         for table in tables[slot]:
             table.extend(rng.randrange(99) for _ in range(rng.randrange(3)))
         if rng.random() < 0.3:
-            tables[slot][1][0] = GONE
+            tables[slot][1][0] = NO_PAGE
         row = PlanRow(slot, None, rng.randrange(500), tuple(map(tuple, tables[slot])), (slot,))
         if rng.random() < 0.4:
             row = replace(row, tokens=[7, 8, 9], sample=rng.choice([(), (slot,), (slot, 8)]))
@@ -82,7 +82,7 @@ def test_rows_that_go_on_are_those_of_the_plan_before(seed):
             if rng.random() < 0.2:
                 tables[slot][rng.randrange(2)].append(rng.randrange(99))
             if rng.random() < 0.1:
-                tables[slot][1][0] = GONE
+                tables[slot][1][0] = NO_PAGE
         if rng.random() < 0.1:
             rng.shuffle(order)
         rows = [PlanRow(slot, None, start + slot, tuple(map(tuple, tables[slot])), (slot,)) for slot in order]
@@ -128,7 +128,7 @@ def ends():
     return Channel(ours, 5.0), Channel(theirs, 5.0)
 
 
-CLUSTER = Cluster("secret", ClusterTls(b"ca", b"cert", b"key", "name"), secret_in_clear=True)
+CLUSTER = ClusterCredentials("secret", ClusterTls(b"ca", b"cert", b"key", "name"), secret_in_clear=True)
 EVERY_MESSAGE = [
     Setup(Shard(1, 4, 2), None, 7, WorkerConfig(tp=4, master="a:1"), cluster=CLUSTER),
     Setup(Shard(1, 2), ("a", 1), 7, WorkerConfig(transports=("grpc",))),

@@ -9,15 +9,27 @@ from dataclasses import asdict
 
 import pytest
 
-from baton.bench.profile import LOCAL, MANY, OUTPUT, REMOTE, STEP, Measured, Shape, _rows, fitted, grid, solve
-from baton.bench.transfer import Rate, line
+from baton.bench.kv_transfer import Rate, line
+from baton.bench.profile import (
+    LOCAL,
+    MANY,
+    OUTPUT,
+    REMOTE,
+    STEP,
+    MeasuredSteps,
+    Shape,
+    _rows,
+    fitted,
+    grid,
+    solve,
+)
 from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.plan import step_load
-from baton.plan.nodes import Setup
-from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost, read_profile, to_dict
-from baton.plan.simulation import Layout, simulate
-from baton.plan.traffic import Arrival, Lengths, Traffic, poisson, read_trace
-from baton.stepcost import StepCost, StepLoad
+from baton.sizing.nodes import NodeSetup
+from baton.sizing.profile import EngineFacts, HostCost, MeasuredPullCost, Profile, read_profile, to_dict
+from baton.sizing.simulation import NodeLayout, simulate
+from baton.sizing.traffic import Arrival, Lengths, Traffic, poisson, read_trace
+from baton.step_cost import StepCost, StepLoad
 
 COST = StepCost(fixed=2e-3, row=1e-4, key=2e-8, token=5e-5, pair=1e-8)
 
@@ -100,7 +112,9 @@ def test_work_is_what_full_steps_would_take():
 
 def test_a_profile_comes_back_as_it_was_written(tmp_path):
     path = tmp_path / "profile.json"
-    profile = Profile(COST, EngineFacts(page_size=64, overlap=True), PullCost(1e-3, 2e9, False, "grpc"))
+    profile = Profile(
+        COST, EngineFacts(page_size=64, overlap=True), MeasuredPullCost(1e-3, 2e9, False, "grpc")
+    )
     path.write_text(json.dumps(to_dict(profile)))
     assert read_profile(path) == profile
     path.write_text(json.dumps({"step": asdict(COST)}))
@@ -146,9 +160,9 @@ def test_a_grid_has_steps_of_all_kinds_with_pages_of_their_own():
 
 def test_a_fit_tells_its_error():
     loads = [step_load(_rows(shape, 16)) for shape in grid((1, 4, 16), (64, 512), (16, 128))]
-    found = fitted([Measured(Shape(), load, COST.seconds(load)) for load in loads])
+    found = fitted([MeasuredSteps(Shape(), load, COST.seconds(load)) for load in loads])
     assert found.summary()["worst"] < 1e-6
-    odd = [Measured(Shape(), StepLoad(decode_sequences=1), seconds) for seconds in (1.0, 1.0, 1.0, 2.0)]
+    odd = [MeasuredSteps(Shape(), StepLoad(decode_sequences=1), seconds) for seconds in (1.0, 1.0, 1.0, 2.0)]
     assert fitted(odd).summary()["worst"] == pytest.approx(0.5, abs=0.2)
 
 
@@ -167,11 +181,11 @@ def test_pulls_of_two_lengths_are_a_line():
 def test_the_hosts_part_is_what_clients_see_beyond_the_steps(step):
     """The same deployment, simulated, with a host that is known."""
     host = HostCost(turn=5e-4, row=4e-5, request=3e-3, hop=7e-4)
-    setup = Setup(Profile(step, host=host), PrefillConfig(), DecodeConfig(local_prefill_tokens=32))
+    setup = NodeSetup(Profile(step, host=host), PrefillConfig(), DecodeConfig(local_prefill_tokens=32))
 
     def records(prompt, output, count, apart):
         arrivals = tuple(Arrival(1 + i * apart, prompt, output) for i in range(count))
-        return simulate(Layout(1, 1), setup, Traffic(arrivals, 0, count)).records
+        return simulate(NodeLayout(1, 1), setup, Traffic(arrivals, 0, count)).records
 
     alone = records(LOCAL, OUTPUT, 3, 10.0), records(REMOTE, 2, 3, 10.0)
     found = solve(step, *alone, records(LOCAL, OUTPUT, MANY, 0.0))

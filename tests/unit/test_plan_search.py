@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 from baton.cli.main import cli
 from baton.cli.plan import _words
-from baton.latency import Record, Targets
-from baton.plan.search import Goal, Kinds, impossible, search
-from baton.plan.simulation import Layout, NodeUsage, Simulated
-from baton.plan.traffic import Arrival, Traffic, Work
-from baton.stepcost import StepCost
+from baton.sizing.search import Goal, Kinds, impossible, search
+from baton.sizing.simulation import NodeLayout, NodeUsage, Simulated
+from baton.sizing.traffic import Arrival, Traffic, TrafficWork
+from baton.slo import RequestTimes, Targets
+from baton.step_cost import StepCost
 
 GOAL = Goal(Targets(ttft_ms=100, itl_ms=20), part=0.9)
 NODE = NodeUsage(0.5, 1, 2)
@@ -25,7 +25,7 @@ def outcome(layout, late, slow):
     for number in range(10):
         first = 0.5 if number < late else 0.05
         gap = 0.05 if number >= 10 - slow else 0.01
-        records.append(Record(0.0, 0.0, [(first, 1), (first + gap, 1)], first + gap, output_tokens=2))
+        records.append(RequestTimes(0.0, 0.0, [(first, 1), (first + gap, 1)], first + gap, output_tokens=2))
     return Simulated(layout, records, 1.0, NODE if layout.prefill else None, NODE, 0)
 
 
@@ -36,7 +36,7 @@ SPLIT = Kinds(split=("auto",), aggregated=False)
 def run(works, work=None, most=8, kinds=AUTO):
     """`works`: layout -> (late, slow)."""
     return search(
-        work or Work(0.5, 0.5, 0, 0), GOAL, most, lambda layout: outcome(layout, *works(layout)), kinds
+        work or TrafficWork(0.5, 0.5, 0, 0), GOAL, most, lambda layout: outcome(layout, *works(layout)), kinds
     )
 
 
@@ -47,15 +47,15 @@ def tried(plan):
 def test_the_first_layouts_that_do_are_taken():
     plan = run(lambda layout: (0, 0) if layout.nodes >= 2 else (5, 0))
     assert tried(plan) == [(0, 1), (0, 2), (1, 1)]
-    assert plan.best.layout == Layout(0, 2) and plan.split.layout == Layout(1, 1)
+    assert plan.best.layout == NodeLayout(0, 2) and plan.split.layout == NodeLayout(1, 1)
 
 
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout(0, 1), "1 decode node, aggregated"),
-        (Layout(0, 2), "2 decode nodes, aggregated"),
-        (Layout(2, 1, "always"), "2 prefill and 1 decode node with --split always"),
+        (NodeLayout(0, 1), "1 decode node, aggregated"),
+        (NodeLayout(0, 2), "2 decode nodes, aggregated"),
+        (NodeLayout(2, 1, "always"), "2 prefill and 1 decode node with --split always"),
     ],
 )
 def test_the_words_for_a_layout(layout, words):
@@ -65,36 +65,36 @@ def test_the_words_for_a_layout(layout, words):
 def test_the_walk_goes_where_more_requests_miss_their_target():
     # Of four nodes only three prefill nodes and a decode node do.
     plan = run(
-        lambda layout: (0, 0) if layout == Layout(3, 1) else (5, 1),
+        lambda layout: (0, 0) if layout == NodeLayout(3, 1) else (5, 1),
         kinds=SPLIT,
     )
-    assert plan.best.layout == Layout(3, 1)
+    assert plan.best.layout == NodeLayout(3, 1)
     assert tried(plan) == [(1, 1), (2, 1), (2, 2), (3, 1)]
     plan = run(
-        lambda layout: (0, 0) if layout == Layout(1, 3) else (1, 5),
+        lambda layout: (0, 0) if layout == NodeLayout(1, 3) else (1, 5),
         kinds=SPLIT,
     )
-    assert plan.best.layout == Layout(1, 3)
+    assert plan.best.layout == NodeLayout(1, 3)
 
 
 def test_where_auto_does_not_do_all_prompts_are_handed_off():
     plan = run(lambda layout: (0, 0) if layout.split == "always" else (0, 5), kinds=Kinds(aggregated=False))
-    assert plan.best.layout == Layout(1, 1, "always")
+    assert plan.best.layout == NodeLayout(1, 1, "always")
     assert [each.layout.split for each in plan.tried] == ["auto", "always"]
 
 
 def test_the_walk_begins_as_the_work_is_divided():
-    plan = run(lambda layout: (0, 0), Work(3.0, 0.7, 0.2, 0.1), kinds=SPLIT)
+    plan = run(lambda layout: (0, 0), TrafficWork(3.0, 0.7, 0.2, 0.1), kinds=SPLIT)
     assert tried(plan) == [(3, 1)]
 
 
 def test_the_search_ends_beside_what_it_has_found_and_at_its_limit():
-    plan = run(lambda layout: (0, 0) if layout == Layout(1, 1) else (0, 5))
-    assert plan.best.layout == Layout(1, 1) and plan.aggregated is None
+    plan = run(lambda layout: (0, 0) if layout == NodeLayout(1, 1) else (0, 5))
+    assert plan.best.layout == NodeLayout(1, 1) and plan.aggregated is None
     assert max(layout for layout in tried(plan) if not layout[0]) == (0, 4)
     plan = run(lambda layout: (0, 5), most=3)
     assert plan.best is None and max(sum(layout) for layout in tried(plan)) == 3
-    assert run(lambda layout: (0, 0), Work(9, 9, 0, 0)).tried == [], "the work alone takes more nodes"
+    assert run(lambda layout: (0, 0), TrafficWork(9, 9, 0, 0)).tried == [], "the work alone takes more nodes"
 
 
 def test_nine_of_ten_are_enough_where_nine_of_ten_are_asked_for():

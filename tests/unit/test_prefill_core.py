@@ -8,11 +8,11 @@ import pytest
 from hash_runner import HashRunner
 
 from baton.config import PrefillConfig
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
 from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, LeaseFinished, PrefillFailed
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_map import PageUse
 from baton.prefill.core import FULL_STEP, make_core
 
@@ -22,7 +22,7 @@ LIMITS = SchedulerConfig(context_length=100, token_budget=16, max_rows=4)
 class Node:
     def __init__(self, device="cpu", **config):
         self.flushed, self.retired, self.observed = [], [], 0
-        cache = KvCache(PageAllocator(40), PrefixTree(4))
+        cache = KvCacheManager(PageAllocator(40), PrefixTree(4))
         self.runner = HashRunner(40, 4, 4)
         self.core = make_core(
             PrefillConfig(**config),
@@ -39,7 +39,7 @@ class Node:
 
     def start(self, holder, number, length=20):
         name = AttemptName(gateway=7, request=number, attempt=0, decode_try=0)
-        request = Request(key=name, prompt=tuple(range(length)), params=SamplingParams())
+        request = EngineRequest(key=name, prompt=tuple(range(length)), params=SamplingParams())
         self.core.side.connect(holder, 0.0)
         self.core.side.start(holder, name, request, True, 0.0)
         return name

@@ -17,10 +17,10 @@ from hypothesis.stateful import (
 from kv_model import Prefix, TreeModel, rows
 
 from baton.kvcache.eviction import POLICIES, EvictionQueue, make_policy
-from baton.kvcache.groups import FULL, KvGroup
+from baton.kvcache.kv_groups import FULL, KvGroup
 from baton.kvcache.page_allocator import AccountingError
 from baton.kvcache.prefix_tree import PrefixTree
-from baton.kvcache.tree_node import Node
+from baton.kvcache.tree_node import TreeNode
 
 PAGE = 2
 tokens_strategy = st.lists(st.integers(0, 1), max_size=6 * PAGE + 1)
@@ -34,7 +34,7 @@ class TreeMachine(RuleBasedStateMachine):
         super().__init__()
         self.tree = PrefixTree(PAGE, policy)
         self.model = TreeModel(PAGE, policy)
-        self.locked: list[tuple[Node, Prefix]] = []
+        self.locked: list[tuple[TreeNode, Prefix]] = []
         self.next_page = 0
         self.original: dict[str, str] = {}
         """By the namespace of what was withdrawn: the one in which its sequences go on."""
@@ -296,11 +296,11 @@ def damaged_tree(damage: str) -> PrefixTree:
         "name": lambda: setattr(lower, "child_key", ("other", lower.child_key[1])),
         "place": lambda: setattr(lower, "first", 1),
         "tokens": lambda: setattr(lower, "key", tree.encode([9])),
-        "no rows": lambda: upper.children.update({("", b""): Node(upper, ("", b""), b"", 2, [], [])}),
+        "no rows": lambda: upper.children.update({("", b""): TreeNode(upper, ("", b""), b"", 2, [], [])}),
         "not queued": lambda: tree._queue.discard(lower),
         "queued with children": lambda: tree._queue.put(upper),
         "queued though locked": lambda: tree._queue.put(locked),
-        "queued and gone": lambda: tree._queue.put(Node(None, ("", b""), b"", 0, [], [])),
+        "queued and gone": lambda: tree._queue.put(TreeNode(None, ("", b""), b"", 0, [], [])),
         "page twice": lambda: lower.rows.__setitem__(0, (40,)),
         "cached": lambda: setattr(tree, "cached", 5),
         "locked rows": lambda: setattr(tree, "_locked_rows", 2),
@@ -353,7 +353,7 @@ def test_check_sees_damage_of_window_pages(damage: str, message: str) -> None:
     if damage == "unqueued":
         windows.forget(node)
     elif damage == "evicted":
-        windows._ends.put(Node(None, ("", b""), b"", 0, [], []))
+        windows._ends.put(TreeNode(None, ("", b""), b"", 0, [], []))
     elif damage == "home":
         windows._home[12] = node
     else:
@@ -404,7 +404,7 @@ def test_a_sequence_that_grows_stays_shallow() -> None:
 
 def test_outdated_candidates_do_not_pile_up():
     queue = EvictionQueue(make_policy("lru"))
-    nodes = [Node(None, ("", b""), b"", 0, [], []) for _ in range(3)]
+    nodes = [TreeNode(None, ("", b""), b"", 0, [], []) for _ in range(3)]
     for time_ in range(1, 1000):
         node = nodes[time_ % 3]
         node.last_used = time_

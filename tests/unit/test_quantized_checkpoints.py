@@ -9,7 +9,7 @@ import torch
 from random_checkpoints import check_logits, save_checkpoint
 from safetensors.torch import load_file, save_file
 
-from baton.checkpoint import CheckpointError
+from baton.model_path import CheckpointError
 from baton.models.config import read_config
 from baton.models.loader import load_model
 from quantizers import Scheme, awq, compressed, fp8, fp8_blocks, gptq, write

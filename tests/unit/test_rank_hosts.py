@@ -17,20 +17,20 @@ import torch
 
 import certificates
 from baton.config import DecodeConfig
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 from baton.ranks.channel import Channel, ChannelClosed, ChannelError
 from baton.ranks.hosts import PAGES, PLANS, Join, JoinError, Master, join
 from baton.ranks.messages import End, Loaded, Setup, Started
 from baton.ranks.pages import PagesOfHosts, Part, RemotePart, serve_pages
 from baton.ranks.secret_tls import tls_of_secret
-from baton.rpc.authentication import Cluster, ClusterTls
+from baton.rpc.authentication import ClusterCredentials, ClusterTls
 from baton.rpc.errors import BatonError
 from baton.transport import HostPages, TransportError
 from baton.worker.follower import Follower
 from baton.worker.hosts import check_hosts, master_address
 
 SECRET = "a secret of sixteen or more"
-CLUSTER = Cluster(SECRET)
+CLUSTER = ClusterCredentials(SECRET)
 STORE = ("127.0.0.1", 1)
 SETTINGS = {"--dtype": "float32"}
 SECONDS = 60.0
@@ -86,7 +86,7 @@ def test_a_failure_to_accept_does_not_end_listening(monkeypatch):
 
 def test_another_secret_is_refused_on_both_sides(master):
     with pytest.raises(JoinError, match="another cluster secret: give both the same --cluster-secret-file"):
-        come(master, Cluster("quite another secret"))
+        come(master, ClusterCredentials("quite another secret"))
     come(master).channel.close()  # the master still listens
     for channel in master.await_all(SECONDS).values():
         channel.close()
@@ -235,7 +235,9 @@ def certified(tmp_path_factory):
 
 @pytest.mark.parametrize("by", ["secret", "certificates", "both"])
 def test_nothing_travels_in_clear(by, certified):
-    cluster = Cluster("" if by == "certificates" else SECRET, None if by == "secret" else certified[0])
+    cluster = ClusterCredentials(
+        "" if by == "certificates" else SECRET, None if by == "secret" else certified[0]
+    )
     text = b"a prompt that is nobody else's business"
     with listening(cluster) as master:
         wire = Wire(master)
@@ -281,20 +283,20 @@ def test_who_has_no_credentials_is_not_heard(master, tls, certified):
 
 def test_certificates_of_another_ca_are_refused_on_both_sides(certified):
     ours, theirs = certified
-    mixed = Cluster(tls=ClusterTls(ours.ca, theirs.cert, theirs.key))
-    with listening(Cluster(tls=ours)) as master:
-        for wrong in (Cluster(tls=theirs), mixed, CLUSTER):
+    mixed = ClusterCredentials(tls=ClusterTls(ours.ca, theirs.cert, theirs.key))
+    with listening(ClusterCredentials(tls=ours)) as master:
+        for wrong in (ClusterCredentials(tls=theirs), mixed, CLUSTER):
             with pytest.raises(JoinError):
                 come(master, wrong)
-        come(master, Cluster(tls=ours)).channel.close()
+        come(master, ClusterCredentials(tls=ours)).channel.close()
 
 
 def test_certificates_do_not_replace_a_secret(certified):
-    ours = Cluster(SECRET, certified[0])
+    ours = ClusterCredentials(SECRET, certified[0])
     with listening(ours) as master:
         for wrong in ("", "quite another secret"):
             with pytest.raises(JoinError, match="another cluster secret"):
-                come(master, Cluster(wrong, certified[0]))
+                come(master, ClusterCredentials(wrong, certified[0]))
         come(master, ours).channel.close()
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.checkpoint import CheckpointError
 from baton.demo import model_path
-from baton.tokenizer import hf, render_limits
+from baton.model_path import CheckpointError
+from baton.tokenizer import hf_tokenizer, render_limits
 from baton.tokenizer.conversation import Conversation
 from baton.tokenizer.render_limits import RenderLimitExceeded, RenderLimits, takes_powers
 
@@ -32,7 +32,7 @@ def load(folder, template):
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     (path / "chat_template.jinja").unlink(missing_ok=True)
-    return hf.load(path)
+    return hf_tokenizer.load(path)
 
 
 def render(tokenizer, content="x"):
@@ -54,7 +54,7 @@ def test_a_template_without_end_fails_in_one_line(limits, tmp_path, template, te
     )
     assert render(tokenizer) == "fine"
     began = time.monotonic()
-    with pytest.raises(hf.TemplateFailed, match=text) as caught:
+    with pytest.raises(hf_tokenizer.TemplateFailed, match=text) as caught:
         render(tokenizer, "y")
     assert time.monotonic() - began < 10.0 and "\n" not in str(caught.value)
     assert render(tokenizer) == "fine"

@@ -6,7 +6,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from baton.gateway.response_store import ResponseStore
+from baton.api.response_store import ResponseStore
 from baton.v1 import tokenizer_pb2
 
 MIB = 2**20

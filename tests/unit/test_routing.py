@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from baton.gateway.cache_view import PromptPages
-from baton.gateway.node_load import NodeLoad, SentLoad, Work
+from baton.gateway.node_load import NodeLoad, NodeWork, SentLoad
 from baton.gateway.routing import RequestRouting, Router, order_prefill, pick_decode
 from baton.kvcache.kv_events import PromptDigests
 from baton.rpc.errors import BatonError
@@ -80,9 +80,9 @@ def test_what_was_sent_counts_until_it_is_computed_and_of_others_what_the_node_s
     for number in range(4):
         sent.add(number, 100)
     assert (sent.work().tokens, sent.work().rows) == (400, 4)
-    sent.reported(Work(tokens=50, rows=1))  # of the first alone: the others are on their way
+    sent.reported(NodeWork(tokens=50, rows=1))  # of the first alone: the others are on their way
     assert (sent.work().tokens, sent.work().rows) == (400, 4)
-    sent.reported(Work(tokens=1400, rows=14))
+    sent.reported(NodeWork(tokens=1400, rows=14))
     assert (sent.work().tokens, sent.work(others=False).tokens) == (1400, 400)
     sent.add(4, 100)
     assert (sent.work().tokens, sent.work().rows) == (1500, 15)

@@ -13,7 +13,7 @@ import torch
 from baton.engine.plan import PlanRow, SlotInit
 from baton.engine.sampler import Sampler, row_results, token_logprobs
 from baton.engine.sampler_ops import FIRST_GROUP, draw, gumbel, row_keys, thresholds
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 VOCAB = 3000
 MASK = 2**64 - 1

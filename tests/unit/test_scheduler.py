@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from baton.engine.batch import divide_budget
 from baton.engine.plan import RowResult, StepResult
 from baton.engine.request import (
+    EngineFinishReason,
+    EngineRequest,
     FailedEvent,
     FinishedEvent,
-    FinishReason,
     PromptEvent,
     Refused,
-    Request,
     TokenEvent,
 )
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState
 from baton.sim.scheduler_rules import check_scheduler
 
@@ -33,7 +33,7 @@ class Engine:
 
     def __init__(self, pages=64, size=4, rows=8, budget=32, overlap=False, **config):
         self.allocator = PageAllocator(pages)
-        self.cache = KvCache(self.allocator, PrefixTree(size))
+        self.cache = KvCacheManager(self.allocator, PrefixTree(size))
         self.runner = HashRunner(pages, size, rows)
         config = {"output_margin": 4, "watermark": 1, "context_length": 200, **config}
         self.scheduler = Scheduler(self.cache, SchedulerConfig(token_budget=budget, max_rows=rows, **config))
@@ -99,7 +99,7 @@ class Engine:
 
 def request(key, prompt, max_tokens=8, seed=1, n=1, **options):
     params = SamplingParams(max_tokens=max_tokens, seed=seed, **options)
-    return Request(key=key, prompt=tuple(prompt), params=params, n=n)
+    return EngineRequest(key=key, prompt=tuple(prompt), params=params, n=n)
 
 
 def check_outputs(engine, requests, cancelled=()):
@@ -127,7 +127,7 @@ def test_one_request(overlap):
     engine.scheduler.submit(r)
     engine.run()
     check_outputs(engine, [r])
-    assert engine.finish[("a", 0)] is FinishReason.LENGTH
+    assert engine.finish[("a", 0)] is EngineFinishReason.LENGTH
     assert engine.ended == ["a"] and engine.prompts["a"] == 1
     # The prompt, and a step a token behind the first: none for what the last one in flight would end.
     assert engine.scheduler.step_number == r.params.max_tokens
@@ -141,7 +141,7 @@ def test_stop_token_ends_the_output_and_nothing_follows(overlap):
     engine.scheduler.submit(r)
     engine.run()
     check_outputs(engine, [r])
-    assert engine.finish[("a", 0)] is FinishReason.STOP
+    assert engine.finish[("a", 0)] is EngineFinishReason.STOP
     assert len(engine.tokens[("a", 0)]) == expected.index(expected[5]) + 1
 
 
@@ -418,10 +418,12 @@ def test_pages_of_earlier_chunks_leave_the_cache_when_the_last_one_fails():
 
 def test_a_hand_off_keeps_others_from_the_last_pages():
     """The watermark is for what is admitted: it grows beyond its reservation."""
-    cache = KvCache(PageAllocator(20), PrefixTree(4))
+    cache = KvCacheManager(PageAllocator(20), PrefixTree(4))
     config = SchedulerConfig(token_budget=32, max_rows=8, context_length=80, output_margin=4, watermark=3)
     scheduler = Scheduler(
-        cache, config, route=lambda leader, _: Route.REMOTE if leader.request.key == "a" else Route.LOCAL
+        cache,
+        config,
+        route=lambda leader, _: PromptRoute.REMOTE if leader.request.key == "a" else PromptRoute.LOCAL,
     )
     scheduler.submit(request("a", range(20)))
     assert scheduler.plan() is None
@@ -437,7 +439,7 @@ def test_a_hand_off_keeps_others_from_the_last_pages():
 def test_choices_of_a_request_that_may_make_steps_fail_are_computed_together():
     scheduler = Engine().scheduler
     params = SamplingParams(max_tokens=8)
-    suspect = Request("a", (1, 2, 3), params, delivered=((4,), (5,)), n=2, failed_steps=1)
+    suspect = EngineRequest("a", (1, 2, 3), params, delivered=((4,), (5,)), n=2, failed_steps=1)
     scheduler.submit(suspect)
     scheduler.plan()
     assert scheduler.prompts == suspect.sequences
@@ -455,7 +457,7 @@ def test_penalties_know_the_whole_output_after_a_retraction_and_a_resume(overlap
     assert engine.scheduler.retractions > 0
     check_outputs(engine, requests)
     full = engine.tokens[(0, 0)]
-    again = Request("again", requests[0].prompt, requests[0].params, delivered=(tuple(full[:7]),))
+    again = EngineRequest("again", requests[0].prompt, requests[0].params, delivered=(tuple(full[:7]),))
     engine.scheduler.submit(again)
     engine.run()
     assert engine.tokens[("again", 0)] == full[7:]

@@ -7,7 +7,7 @@ import random
 import pytest
 from test_scheduler import Engine, check_outputs, request
 
-from baton.engine.request import Phase
+from baton.engine.request import SequencePhase
 from baton.kvcache.page_allocator import PageState
 
 
@@ -31,7 +31,7 @@ class Squeezed(Engine):
 
 def shared_rows(r, length):
     """Full pages of the prompt that all choices that run have in common."""
-    tables = [s.holding.tables[0] for s in r.sequences if s.phase is Phase.RUNNING]
+    tables = [s.holding.tables[0] for s in r.sequences if s.phase is SequencePhase.RUNNING]
     return sum(len(set(row)) == 1 for row in zip(*(table[: length // 4] for table in tables), strict=True))
 
 
@@ -112,7 +112,7 @@ def test_a_leader_gives_no_more_than_it_has():
     engine.scheduler.submit(r)
     engine.turn()
     assert [s.reserved for s in r.sequences] == [0, 1, 0]
-    assert [s.phase for s in r.sequences] == [Phase.RUNNING] * 3
+    assert [s.phase for s in r.sequences] == [SequencePhase.RUNNING] * 3
     engine.run()
     check_outputs(engine, [r])
 
@@ -147,8 +147,8 @@ def test_a_fork_locks_no_pages_that_were_reserved_for_others(lacking):
     engine.squeeze(engine.scheduler.reservations.headroom - 2 + lacking)
     engine.finish_step(step, engine.runner.launch(step.plan))
     leader, follower = second.sequences
-    assert leader.phase is Phase.RUNNING and leader.holding.committed == (1 if lacking else 3)
-    assert follower.phase is (Phase.WAITING if lacking else Phase.RUNNING)
+    assert leader.phase is SequencePhase.RUNNING and leader.holding.committed == (1 if lacking else 3)
+    assert follower.phase is (SequencePhase.WAITING if lacking else SequencePhase.RUNNING)
     assert engine.scheduler.reservations.headroom == lacking
     engine.relax()
     engine.run()

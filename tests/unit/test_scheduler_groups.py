@@ -7,12 +7,12 @@ import random
 import pytest
 
 from baton.engine.plan import Pooling
-from baton.engine.request import FailedEvent, Phase, Request, TokenEvent
-from baton.engine.sampling import SamplingParams
+from baton.engine.request import EngineRequest, FailedEvent, SequencePhase, TokenEvent
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.kvcache import KvCache, KvGroup, PageAllocator, PageCounts, PrefixTree
-from baton.kvcache.groups import peak
-from baton.sim.model import Flight, SimPool, SimRunner, reference
+from baton.kvcache import KvCacheManager, KvGroup, PageAllocator, PageCounts, PrefixTree
+from baton.kvcache.kv_groups import peak
+from baton.sim.model import SimLaunchedStep, SimPool, SimRunner, reference
 from baton.sim.scheduler_rules import check_scheduler
 
 SIZE = 4
@@ -23,7 +23,7 @@ class Engine:
         self.windows = windows
         groups = tuple(map(KvGroup, windows))
         pool = SimPool(pages, SIZE)
-        self.cache = KvCache(PageAllocator(pages, pool.generations), PrefixTree(SIZE, groups=groups))
+        self.cache = KvCacheManager(PageAllocator(pages, pool.generations), PrefixTree(SIZE, groups=groups))
         limits = {"context_length": 1000, "output_margin": 4, **config}
         self.scheduler = Scheduler(self.cache, SchedulerConfig(token_budget=budget, max_rows=rows, **limits))
         self.runner = SimRunner(pool, rows, lambda flight: None, lambda plan, page: None, windows)
@@ -34,7 +34,7 @@ class Engine:
         self.counts: list[PageCounts] = []
 
     def submit(self, key, prompt, outputs, **options):
-        request = Request(key, tuple(prompt), SamplingParams(max_tokens=outputs, seed=3), **options)
+        request = EngineRequest(key, tuple(prompt), SamplingParams(max_tokens=outputs, seed=3), **options)
         self.scheduler.submit(request)
         return request
 
@@ -48,7 +48,7 @@ class Engine:
         if self.overlap:
             due, self.pending = self.pending, launched
         if due is not None:
-            flight: Flight = due[1]
+            flight: SimLaunchedStep = due[1]
             self.runner.execute(flight)
             self.scheduler.commit(due[0], self.runner.read(flight))
         self.cache.check()
@@ -150,12 +150,12 @@ def test_a_prompt_that_shares_window_pages_gets_its_pages_in_the_end():
     engine.step()
     engine.step()
     other = engine.submit(2, [*range(16), 990], 40)
-    while other.sequences[0].phase is not Phase.RUNNING:
+    while other.sequences[0].phase is not SequencePhase.RUNNING:
         engine.step()
     other.paused = True
     squeeze = engine.cache.hold([])
     engine.cache.extend(squeeze, engine.scheduler.reservations.headroom)
-    while first.sequences and first.sequences[0].phase is Phase.PROMPT:
+    while first.sequences and first.sequences[0].phase is SequencePhase.PROMPT:
         assert engine.step()
     assert other.retractions
     engine.cache.release(squeeze, 0)
@@ -187,7 +187,7 @@ def test_an_embedding_that_lacks_pages_on_a_prefill_node_waits_for_them():
     squeeze = engine.cache.hold([])
     engine.cache.extend(squeeze, engine.cache.available)
     assert engine.scheduler.plan() is None
-    assert asked.retractions == 1 and asked.sequences[0].phase is Phase.WAITING
+    assert asked.retractions == 1 and asked.sequences[0].phase is SequencePhase.WAITING
     assert first.retractions == 0, "the last gives up its own"
     assert not engine.scheduler.take_embedded()
 

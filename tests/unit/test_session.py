@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.gateway.prompts import Session
+from baton.gateway.prompts import GatewaySession
 from baton.gateway.token_log import ChoiceLog
 from baton.rpc.errors import BatonError
 from baton.v1 import common_pb2
@@ -22,7 +22,7 @@ def user(text):
 
 
 def test_text_goes_on_after_the_last_token():
-    session = Session()
+    session = GatewaySession()
     session.begin(chat=False, n=1)
     session.commit([1, 2], answer([3, 4], "x", LENGTH))
     session.end()
@@ -30,7 +30,7 @@ def test_text_goes_on_after_the_last_token():
 
 
 def test_chat_renders_the_whole_conversation_and_encodes_the_remainder():
-    session = Session()
+    session = GatewaySession()
     session.begin(chat=True, n=1)
     whole = session.conversation(user("hi"))
     assert session.encoded_text == ""  # nothing to continue yet
@@ -49,7 +49,7 @@ def test_chat_renders_the_whole_conversation_and_encodes_the_remainder():
 
 
 def test_an_answer_cut_by_length_keeps_its_last_token():
-    session = Session()
+    session = GatewaySession()
     session.begin(chat=True, n=1)
     session.commit([1], answer([2, 3], "he", LENGTH), session.conversation(user("hi")), "r")
     assert session.token_ids == [1, 2, 3]
@@ -57,14 +57,14 @@ def test_an_answer_cut_by_length_keeps_its_last_token():
 
 
 def test_a_template_that_rewrites_earlier_turns_starts_afresh():
-    session = Session()
+    session = GatewaySession()
     session.begin(chat=True, n=1)
     session.commit([1], answer([2, 0], " hello ", STOP), session.conversation(user("hi")), "<u>hi</u><a>")
     assert not "<u>hi</u><a>hello</a>".startswith(session.encoded_text)
 
 
 def test_after_a_stop_string_chat_starts_afresh():
-    session = Session()
+    session = GatewaySession()
     session.begin(chat=True, n=1)
     cut = answer([2, 3], "one STOP", 0, stop=["STOP"])
     session.commit([1], cut, session.conversation(user("hi")), "r")
@@ -72,7 +72,7 @@ def test_after_a_stop_string_chat_starts_afresh():
 
 
 def test_what_a_turn_may_not_do():
-    session = Session()
+    session = GatewaySession()
     with pytest.raises(BatonError) as error:
         session.begin(chat=True, n=2)
     assert error.value.field == "n"
@@ -88,7 +88,7 @@ def test_what_a_turn_may_not_do():
 
 
 def test_a_failed_turn_leaves_no_trace():
-    session = Session()
+    session = GatewaySession()
     session.begin(chat=True, n=1)
     session.conversation(user("lost"))
     session.end()
@@ -100,4 +100,4 @@ def test_a_turn_renders_its_own_tools_and_arguments():
     chat = ChatPrompt(messages=[{"role": "user", "content": "a"}], tools=[{"name": "f"}])
     chat.template_arguments.update({"enable_thinking": False})
     chat.parallel_tool_calls = False
-    assert Session().conversation(chat) == chat
+    assert GatewaySession().conversation(chat) == chat

@@ -15,13 +15,13 @@ from random_checkpoints import (
 )
 from thread_ranks import ThreadCommunicator, ThreadGroup
 
-from baton.checkpoint import CheckpointError
 from baton.engine.plan import StepPlan
 from baton.layers.parameters import Parameters
-from baton.layers.shard import NO_CUTS, ONE_RANK, Shard
-from baton.layers.weights import cpu
-from baton.layers.weights.cpu import Dequantized
-from baton.layers.weights.method import QuantizedWeight
+from baton.layers.quantization import cpu
+from baton.layers.quantization.cpu import Dequantized
+from baton.layers.quantization.weight_method import QuantizedWeight
+from baton.layers.tensor_parallel import NO_CUTS, ONE_RANK, Shard
+from baton.model_path import CheckpointError
 from baton.models.config import read_config
 from baton.models.loader import load_model, read_weights, weight_bytes
 from baton.models.registry import build

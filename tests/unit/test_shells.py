@@ -10,16 +10,16 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.decode.messages import events_from, request_for
 from baton.decode.shell import DecodeShell
 from baton.decode.stream import DecodeStream
-from baton.decode.types import DecodeCounters, Done
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
-from baton.handoff.attempt import PrefillCounters
+from baton.decode.types import DecodeCounters, DoneOutput
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
 from baton.handoff.decode_handoff import HandoffCounters
 from baton.handoff.messages import AttemptName, ChunkAnnounced, GroupPages, StartPrefill
+from baton.handoff.prefill_attempt import PrefillCounters
 from baton.handoff.pull_cost import PullCost
 from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.errors import BatonError, exhausted, from_status
-from baton.tracing.recorder import Kind, Recorder
+from baton.tracing.recorder import EventKind, Recorder
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 from baton.worker.shell import WorkerShell
 
@@ -95,7 +95,7 @@ def choices(*tokens):
 )
 def test_a_wrong_start_of_decode_gets_one_terminal_event_and_no_pages(fields, expected):
     node, caller = Decode(DecodeConfig()), DecodeStream(3)
-    node.obey(decode_start(**fields), caller)
+    node.handle_command(decode_start(**fields), caller)
     (event,) = events(caller)
     assert (event.request, event.attempt, reason(event)) == (1, 2, expected)
     assert caller.attempt_of(1) is None and caller.has_ended(1) and not node.calls and not node.connected
@@ -104,17 +104,17 @@ def test_a_wrong_start_of_decode_gets_one_terminal_event_and_no_pages(fields, ex
 def test_a_decode_node_that_drains_or_has_no_room_for_peers_refuses():
     node, caller = Decode(DecodeConfig()), DecodeStream(3)
     node.draining = True
-    node.obey(decode_start(), caller)
+    node.handle_command(decode_start(), caller)
     assert reason(events(caller)[0]) == "DRAINING"
     node.draining, node.full = False, True
-    node.obey(decode_start(), caller)
+    node.handle_command(decode_start(), caller)
     assert reason(events(caller)[0]) == "TOO_MANY_PEERS" and not node.calls
 
 
 def test_a_good_start_of_decode_reaches_the_core_once():
     node, caller = Decode(DecodeConfig(prefill=("own:1",))), DecodeStream(3)
     given = {"timeout_ms": 500, "local_prefill_tokens": 0, "announce_admission": True}
-    node.obey(decode_start(prefill=["a:1", "b:1", "a:1"], **given), caller)
+    node.handle_command(decode_start(prefill=["a:1", "b:1", "a:1"], **given), caller)
     assert node.connected == ["a:1", "b:1"] and caller.attempt_of(1) == 2
     (call,), started = node.calls, []
     call(SimpleNamespace(start=lambda *given, announce: started.append((*given, announce))), 5.0)
@@ -123,8 +123,9 @@ def test_a_good_start_of_decode_reaches_the_core_once():
     assert candidates == ("a:1", "b:1") and request.deadline == 100.5 and announce
     assert request.params.max_tokens == 61  # what the context has left
     with pytest.raises(BatonError, match="is running on this stream"):
-        node.obey(decode_start(), caller)
-    node.obey(decode_pb2.GenerateCommand(start=decode_pb2.DecodeStart(request=2, token_ids=[1])), caller)
+        node.handle_command(decode_start(), caller)
+    start = decode_pb2.DecodeStart(request=2, token_ids=[1])
+    node.handle_command(decode_pb2.GenerateCommand(start=start), caller)
     assert node.connected[2:] == ["own:1"]  # its own, where the caller names none
 
 
@@ -135,7 +136,7 @@ def test_cancel_and_pause_reach_the_core_for_what_runs_only():
         {"cancel": decode_pb2.DecodeCancel(request=1, attempt=2)},
         {"pause": decode_pb2.DecodePause(request=1, attempt=2, paused=True)},
     ):
-        node.obey(decode_pb2.GenerateCommand(**command), caller)
+        node.handle_command(decode_pb2.GenerateCommand(**command), caller)
     seen = []
     core = SimpleNamespace(
         cancel=lambda key: seen.append((key.caller, key.request)),
@@ -148,21 +149,21 @@ def test_cancel_and_pause_reach_the_core_for_what_runs_only():
         {"cancel": decode_pb2.DecodeCancel(request=1, attempt=3)},
         {"pause": decode_pb2.DecodePause(request=9, attempt=1)},
     ):
-        node.obey(decode_pb2.GenerateCommand(**command), caller)
+        node.handle_command(decode_pb2.GenerateCommand(**command), caller)
         assert reason(events(caller)[0]) == "UNKNOWN_ATTEMPT"
     assert len(node.calls) == 2
     with pytest.raises(BatonError, match="after `hello` sets"):
-        node.obey(decode_pb2.GenerateCommand(), caller)
+        node.handle_command(decode_pb2.GenerateCommand(), caller)
 
 
 def test_a_heartbeat_is_answered_at_once_unless_a_step_may_be_stuck():
     node, caller = Decode(DecodeConfig()), DecodeStream(3)
     beat = decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat())
     node.core_or_none = SimpleNamespace(step_stats=SimpleNamespace(limit=lambda floor: max(floor, 0.5)))
-    node.obey(beat, caller)
+    node.handle_command(beat, caller)
     assert events(caller) == [] and not node.calls
     node.steps.step_age = 0.6
-    node.obey(beat, caller)
+    node.handle_command(beat, caller)
     assert not len(caller.outbox) and len(node.calls) == 1, "the step thread answers"
 
 
@@ -184,7 +185,7 @@ def prefill_start(**fields):
 def test_a_wrong_start_of_prefill_gets_one_terminal_event(fields, draining, expected):
     node, caller = Prefill(PrefillConfig()), PrefillStream(3)
     node.draining = draining
-    node.obey(prefill_start(**fields), caller)
+    node.handle_command(prefill_start(**fields), caller)
     (event,) = events(caller)
     assert event.attempt.request == 1 and reason(event) == expected and not node.calls
 
@@ -192,13 +193,13 @@ def test_a_wrong_start_of_prefill_gets_one_terminal_event(fields, draining, expe
 def test_a_good_start_of_prefill_reaches_the_core_once():
     node, caller = Prefill(PrefillConfig()), PrefillStream(3)
     node.recorder = Recorder(4)
-    node.obey(prefill_start(delivered=1, keep_pages=False, announce_ahead=True), caller)
+    node.handle_command(prefill_start(delivered=1, keep_pages=False, announce_ahead=True), caller)
     with pytest.raises(BatonError, match="started twice"):
-        node.obey(prefill_start(), caller)
+        node.handle_command(prefill_start(), caller)
     (call,), started = node.calls, []
     start = SimpleNamespace(side=SimpleNamespace(start=lambda *arguments: started.append(arguments)))
     call(start, 5.0)
-    assert [event.kind for event in node.recorder.of([(3, 1)])] == [Kind.RECEIVED]
+    assert [event.kind for event in node.recorder.of([(3, 1)])] == [EventKind.RECEIVED]
     holder, name, request, keep, now, ahead = started[0]
     assert (holder, name.request, keep, now, ahead) == (caller, 1, False, 5.0, True)
     assert (request.prompt, request.delivered) == ((1, 2), ((3,),))
@@ -258,7 +259,7 @@ def test_a_prefill_node_compiles_what_an_output_must_be(grammar):
     node, compiled, told = Prefill(PrefillConfig()), [], []
     node.model_info = node_pb2.ModelInfo(vocab_size=100, context_length=64, grammars=True)
     node.compile_grammar = lambda source, done: compiled.append(done)
-    node.obey(prefill_start(sampling=common_pb2.SamplingParams(grammar=grammar)), PrefillStream(3))
+    node.handle_command(prefill_start(sampling=common_pb2.SamplingParams(grammar=grammar)), PrefillStream(3))
     assert len(compiled) == (grammar is not None) and len(node.calls) == 1
     for done in compiled:
         done("a grammar")
@@ -272,7 +273,7 @@ def test_a_prefill_node_compiles_what_an_output_must_be(grammar):
 def test_a_span_belongs_to_the_callers_trace(given):
     node, begun = Decode(DecodeConfig()), []
     node.recorder.begin_span = lambda *name, operation, traceparent: begun.append(traceparent) or ""
-    node.obey(decode_start(traceparent=given), DecodeStream(3))
+    node.handle_command(decode_start(traceparent=given), DecodeStream(3))
     assert begun == [given] * bool(given)
 
 
@@ -280,14 +281,14 @@ def test_a_span_belongs_to_the_callers_trace(given):
 def test_a_prefill_nodes_span_belongs_to_the_callers_trace(given):
     node, begun = Prefill(PrefillConfig()), []
     node.recorder.begin_span = lambda *name, operation, traceparent: begun.append((operation, traceparent))
-    node.obey(prefill_start(traceparent=given), PrefillStream(3))
+    node.handle_command(prefill_start(traceparent=given), PrefillStream(3))
     assert begun == [("prefill", given)] * bool(given)
 
 
 @pytest.mark.parametrize(("remaining", "expected"), [(float("inf"), 0), (2.5, 2500), (-1.0, 1)])
 def test_a_prefill_node_is_told_how_much_time_is_left(remaining, expected):
     params = SamplingParams()
-    request = Request("key", (1, 2, 3), params)
+    request = EngineRequest("key", (1, 2, 3), params)
     name = AttemptName(1, 2, 3, 4)
     effect = StartPrefill("a:1", name, request, params, (1, 2, 3), 0, 1, remaining)
     start = request_for(effect, False).start
@@ -297,7 +298,7 @@ def test_a_prefill_node_is_told_how_much_time_is_left(remaining, expected):
 def test_what_a_step_yields_for_a_caller_is_one_message():
     node, callers = Decode(DecodeConfig()), [DecodeStream(3), DecodeStream(4)]
     node.page_bytes, node.peers.perform = 64, lambda effects: None
-    done = Done(1, 2, decode_pb2.RequestStats())
+    done = DoneOutput(1, 2, decode_pb2.RequestStats())
     node._deliver(9, [(caller, done) for caller in callers * 2], [])
     assert node.messages == 2 and [len(events(caller)) for caller in callers] == [2, 2]
 

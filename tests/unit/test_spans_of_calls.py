@@ -12,7 +12,7 @@ from baton.rpc.errors import BatonError
 from baton.tokenizer import service as module
 from baton.tokenizer.service import TokenizerService
 from baton.tracing import spans as spans_module
-from baton.tracing.recorder import Kind, Recorder
+from baton.tracing.recorder import EventKind, Recorder
 from baton.tracing.spans import Spans
 from baton.v1 import tokenizer_pb2
 
@@ -49,8 +49,8 @@ def test_requests_have_no_spans_while_those_before_wait_for_theirs(monkeypatch):
 
     def ask(number: int) -> bool:
         traced = recorder.begin_span(7, number, operation="chat", traceparent=PARENT)
-        recorder.add(Kind.RECEIVED, 7, number)
-        recorder.add(Kind.ENDED, 7, number, text="finished")
+        recorder.add(EventKind.RECEIVED, 7, number)
+        recorder.add(EventKind.ENDED, 7, number, text="finished")
         return bool(traced)
 
     assert ask(0) and begun.wait(10)  # its spans are being made, and take long

@@ -6,7 +6,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from baton.gateway.cache_view import PromptPages
-from baton.gateway.handoff_cost import (
+from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.node_load import NodeLoad, NodeWork, SentLoad
+from baton.gateway.routing import RequestRouting, Router
+from baton.gateway.split_decision import (
     ALWAYS,
     HALF_LIFE,
     NEVER,
@@ -17,12 +20,9 @@ from baton.gateway.handoff_cost import (
     predict_local,
     predict_split,
 )
-from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.node_load import NodeLoad, SentLoad, Work
-from baton.gateway.routing import RequestRouting, Router
 from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import BatonError
-from baton.stepcost import StepCost
+from baton.step_cost import StepCost
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
 COST = StepCost(fixed=4e-3, row=5e-5, key=0.0, token=2e-5, pair=0.0)
@@ -120,35 +120,35 @@ def test_what_is_sent_counts_until_it_is_done():
     sent = SentLoad()
     sent.add(1, 0, 400)
     sent.add(2, 50, 60)
-    assert sent.work() == Work(tokens=50, rows=2)
+    assert sent.work() == NodeWork(tokens=50, rows=2)
     sent.computed(1)
     sent.computed(1)
-    assert sent.work() == Work(tokens=50, rows=2, running=1, context_tokens=400)
+    assert sent.work() == NodeWork(tokens=50, rows=2, running=1, context_tokens=400)
     sent.computed(2)
-    assert sent.work() == Work(tokens=0, rows=2, running=2, context_tokens=460)
+    assert sent.work() == NodeWork(tokens=0, rows=2, running=2, context_tokens=460)
     sent.add(2, 70, 60)  # anew
-    assert sent.work() == Work(tokens=70, rows=2, running=1, context_tokens=400)
+    assert sent.work() == NodeWork(tokens=70, rows=2, running=1, context_tokens=400)
     for number in (1, 2, 2, 3):
         sent.drop(number)
         sent.computed(number)
-    assert sent.work() == Work()
+    assert sent.work() == NodeWork()
 
 
 def test_what_a_node_says_tells_of_others():
     sent = SentLoad()
     sent.add(1, 300, 400)
-    sent.reported(Work(tokens=1000, rows=3, running=2, context_tokens=700))
+    sent.reported(NodeWork(tokens=1000, rows=3, running=2, context_tokens=700))
     sent.add(2, 100, 100)
-    assert sent.work() == Work(tokens=1100, rows=4, running=2, context_tokens=700), "others: 700, 2 rows"
-    assert sent.work(others=False) == Work(tokens=400, rows=2)
-    sent.reported(Work(tokens=10, rows=1))
-    assert sent.work() == Work(tokens=400, rows=2), "what it said does not count in the second yet"
+    assert sent.work() == NodeWork(tokens=1100, rows=4, running=2, context_tokens=700), "others: 700, 2 rows"
+    assert sent.work(others=False) == NodeWork(tokens=400, rows=2)
+    sent.reported(NodeWork(tokens=10, rows=1))
+    assert sent.work() == NodeWork(tokens=400, rows=2), "what it said does not count in the second yet"
     sent.computed(1)
     sent.computed(2)
-    sent.reported(Work(rows=4, running=4, context_tokens=1000))
+    sent.reported(NodeWork(rows=4, running=4, context_tokens=1000))
     sent.drop(1)
     sent.drop(2)
-    assert sent.work() == Work(rows=2, running=2, context_tokens=500), "what has ended is not theirs"
+    assert sent.work() == NodeWork(rows=2, running=2, context_tokens=500), "what has ended is not theirs"
 
 
 # --- what is decided ------------------------------------------------------------------------------------
@@ -304,12 +304,12 @@ def test_what_has_just_been_sent_counts():
 def test_what_is_computed_here_counts_here():
     told = Told()
     way, _ = told.send(hand_off=False)
-    assert told.router.sent("d").work() == Work(tokens=4000, rows=11, running=10)
-    assert told.router.sent("p").work() == Work()
+    assert told.router.sent("d").work() == NodeWork(tokens=4000, rows=11, running=10)
+    assert told.router.sent("p").work() == NodeWork()
     way.computed()
-    assert told.router.sent("d").work() == Work(tokens=0, rows=11, running=11, context_tokens=4000)
+    assert told.router.sent("d").work() == NodeWork(tokens=0, rows=11, running=11, context_tokens=4000)
     way.ended()
-    assert told.router.sent("d").work() == Work(rows=10, running=10)
+    assert told.router.sent("d").work() == NodeWork(rows=10, running=10)
 
 
 def test_others_work_is_no_more_once_a_node_is_silent():

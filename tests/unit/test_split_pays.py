@@ -12,7 +12,7 @@ import pytest
 from two_nodes import HOP, Job, World
 
 from baton.handoff.pull_cost import PullCost
-from baton.stepcost import StepCost
+from baton.step_cost import StepCost
 
 COST = StepCost(fixed=4e-3, row=5e-5, key=3e-8, token=2e-5, pair=1.5e-9)
 PULL = PullCost(fixed=1e-3, token=2e-7)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hash_runner import HashRunner, reference
 
-from baton.engine.request import FailedEvent, Request, TokenEvent
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
+from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
 from baton.engine.step_loop import StepPipeline
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState
 
 SIZE = 4
@@ -47,7 +47,7 @@ class Core:
     def __init__(self, pages=32):
         self.allocator = PageAllocator(pages)
         config = SchedulerConfig(context_length=pages * SIZE, token_budget=32, max_rows=4)
-        self.scheduler = Scheduler(KvCache(self.allocator, PrefixTree(SIZE)), config)
+        self.scheduler = Scheduler(KvCacheManager(self.allocator, PrefixTree(SIZE)), config)
         self.events = []
         self.calls = []
         self.admissions = 0
@@ -75,7 +75,7 @@ class Core:
 def make(overlap):
     core, runner = Core(), Runner(32)
     pipeline = StepPipeline(core, runner, overlap, lambda: 7.0)
-    request = Request("a", tuple(range(10)), SamplingParams(max_tokens=6, seed=1))
+    request = EngineRequest("a", tuple(range(10)), SamplingParams(max_tokens=6, seed=1))
     pipeline.inbox.append(lambda core, now: core.scheduler.submit(request))
     return core, runner, pipeline
 
@@ -155,7 +155,7 @@ def test_calls_between_launch_and_read_are_made_and_told():
             continue
         if number < 12:
             prompt, params = tuple(range(number, number + 9)), SamplingParams(max_tokens=3, seed=number)
-            request = Request(number, prompt, params)
+            request = EngineRequest(number, prompt, params)
             pipeline.inbox.append(lambda core, now, request=request: core.scheduler.submit(request))
             before = core.admissions
             pipeline.between()
@@ -178,7 +178,7 @@ def test_a_prompt_that_comes_between_finds_what_the_step_under_way_computes():
     pipeline.begin()
     assert pipeline.ahead
     due = pipeline.begin()
-    again = Request("b", tuple(range(10)), SamplingParams(max_tokens=2, seed=1))
+    again = EngineRequest("b", tuple(range(10)), SamplingParams(max_tokens=2, seed=1))
     pipeline.inbox.append(lambda core, now: core.scheduler.submit(again))
     pipeline.between()
     pipeline.finish(due)
@@ -189,12 +189,12 @@ def test_a_prompt_that_comes_between_finds_what_the_step_under_way_computes():
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "lpm"])
 def test_what_is_computed_elsewhere_is_admitted_between_if_it_comes_first(policy):
-    where = {"a": Route.REMOTE, "b": Route.LOCAL, "c": Route.REMOTE}
+    where = {"a": PromptRoute.REMOTE, "b": PromptRoute.LOCAL, "c": PromptRoute.REMOTE}
     config = SchedulerConfig(context_length=128, token_budget=32, max_rows=4, policy=policy)
-    cache = KvCache(PageAllocator(32), PrefixTree(SIZE))
+    cache = KvCacheManager(PageAllocator(32), PrefixTree(SIZE))
     scheduler = Scheduler(cache, config, route=lambda sequence, uncached: where[sequence.request.key])
     for key in where:
-        scheduler.submit(Request(key, tuple(range(10)), SamplingParams(max_tokens=2)))
+        scheduler.submit(EngineRequest(key, tuple(range(10)), SamplingParams(max_tokens=2)))
     scheduler.admit_elsewhere()
     admitted = [sequence.request.key for sequence in scheduler.handoffs]
     assert admitted == ([] if policy == "lpm" else ["a"])

@@ -9,9 +9,9 @@ from dataclasses import asdict
 import pytest
 
 from baton.engine.plan import PlanRow, SlotInit, StepPlan, step_load
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.timed_runner import TimedRunner
-from baton.stepcost import StepCost, StepLoad, fit, read_cost
+from baton.step_cost import StepCost, StepLoad, fit, read_cost
 
 COST = StepCost(fixed=2e-3, row=1e-4, key=2e-8, token=5e-5, pair=1e-8)
 

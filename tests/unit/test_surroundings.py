@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.checkpoint import CheckpointError, resolve
 from baton.demo import model_path
-from baton.tokenizer.hf import load
+from baton.model_path import CheckpointError, resolve
+from baton.tokenizer.hf_tokenizer import load
 from baton.transport.shm import Segment, SegmentError
 
 BATON = [sys.executable, "-P", "-m", "baton.cli.main"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from decode_node import Node
 from test_attempts import LOST, A, B, attempts, placed
 
-from baton.decode.types import Key, Tokens, Turn
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
-from baton.gateway.attempts import PROVEN_TOKENS, Attempts
+from baton.decode.types import Key, TokensOutput, Turn
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
+from baton.gateway.resume import PROVEN_TOKENS, ResumeAttempts
 from baton.grammar.base import GrammarSpec
 from baton.rpc.errors import BatonError
 from baton.v1 import decode_pb2
@@ -18,7 +18,7 @@ def lost(*made, turn=None):
     """Their node, while it computed `turn` as a suspect. Returns the reasons of those that end."""
     for each in made:
         each.has_turn = each is turn
-    Attempts.node_lost(made)
+    ResumeAttempts.node_lost(made)
     reasons = []
     for each in made:
         try:
@@ -96,7 +96,7 @@ def test_a_prompt_that_was_lost_with_its_prefill_node_is_a_suspect_elsewhere():
 
 def start(node, number, suspect=True, grammar=None, caller="caller"):
     params = SamplingParams(max_tokens=4, seed=number, grammar=grammar)
-    request = Request(Key(caller, number), tuple(range(8)), params, deadline=60.0, suspect=suspect)
+    request = EngineRequest(Key(caller, number), tuple(range(8)), params, deadline=60.0, suspect=suspect)
     node.core.start(request.key, 1, 0, request, (), node.now)
     return request
 
@@ -106,7 +106,7 @@ def turns(node):
 
 
 def tokens(node):
-    return {output.request for output in node.outputs if isinstance(output, Tokens)}
+    return {output.request for output in node.outputs if isinstance(output, TokensOutput)}
 
 
 def begin(node, number):

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from baton.bench.workload import Workload
 from baton.cli import bench_serve
-from baton.cli.nodes import NodeReport
+from baton.cli.node_reports import NodeReport
 from baton.cli.status import print_problems, print_status
-from baton.cli.top import Sample, frame
+from baton.cli.top import TopSample, frame
 from baton.v1 import node_pb2, trace_pb2
 
 WORDS = (
@@ -90,7 +90,7 @@ def test_top():
         trace_pb2.Trace(id="00000000000000ff-1", total_us=5000, phases=[trace_pb2.TracePhase(name="queue")]),
         trace_pb2.Trace(id="00000000000000ff-2", ttft_us=900, total_us=9_000_000, outcome="finished"),
     ]
-    before, now = Sample(10.0, first, []), Sample(12.0, second, traces)
+    before, now = TopSample(10.0, first, []), TopSample(12.0, second, traces)
     lines = shown(True, 80, lambda console: console.print(frame(before, now)))
     text = "\n".join(lines)
     assert lines[0].startswith("10.0 requests/s, 0.0 failed/s, 1,500 output tokens/s")

@@ -16,7 +16,7 @@ from baton.grammar.compiler import GrammarCompiler
 from baton.ranks import follower as follower_process
 from baton.ranks.channel import Channel
 from baton.ranks.followers import EXIT_LOST
-from baton.tracing.recorder import Kind, Recorder
+from baton.tracing.recorder import EventKind, Recorder
 from baton.tracing.spans import Spans
 from baton.worker import follower as worker_follower
 
@@ -60,8 +60,8 @@ def test_spans_that_cannot_be_made_are_lost_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(spans, "_children", fail_once)
     for number in range(2):
         assert recorder.begin_span(7, number, operation="chat", traceparent=PARENT)
-        recorder.add(Kind.RECEIVED, 7, number)
-        recorder.add(Kind.ENDED, 7, number, text="finished")
+        recorder.add(EventKind.RECEIVED, 7, number)
+        recorder.add(EventKind.ENDED, 7, number, text="finished")
     spans.close()
     assert failed.is_set() and "chat" in [span.name for span in exporter.get_finished_spans()]
 

@@ -5,36 +5,36 @@ from __future__ import annotations
 import pytest
 
 from baton.rpc.trace_messages import event_to, events_from
-from baton.tracing.recorder import MAX_TEXT, Event, Kind, Recorder
-from baton.tracing.timeline import Process, Recorded, parse_id, timeline
+from baton.tracing.recorder import MAX_TEXT, Event, EventKind, Recorder
+from baton.tracing.timeline import Recorded, TimelineProcess, parse_id, timeline
 
-DECODE, PREFILL = Process("decode", "d:1"), Process("prefill", "p:1")
+DECODE, PREFILL = TimelineProcess("decode", "d:1"), TimelineProcess("prefill", "p:1")
 GATEWAY_EVENTS = [
-    (10.0, Kind.RECEIVED, {}),
-    (10.1, Kind.TOKENIZING, {"text": "t:1"}),
-    (10.3, Kind.TOKENIZED, {"number": 40}),
-    (10.4, Kind.SENT, {"text": "d:1"}),
-    (12.0, Kind.FIRST_TOKEN, {}),
-    (14.0, Kind.ENDED, {"number": 9, "text": "finished"}),
+    (10.0, EventKind.RECEIVED, {}),
+    (10.1, EventKind.TOKENIZING, {"text": "t:1"}),
+    (10.3, EventKind.TOKENIZED, {"number": 40}),
+    (10.4, EventKind.SENT, {"text": "d:1"}),
+    (12.0, EventKind.FIRST_TOKEN, {}),
+    (14.0, EventKind.ENDED, {"number": 9, "text": "finished"}),
 ]
 DECODE_EVENTS = [
-    (10.5, Kind.RECEIVED, {}),
-    (10.6, Kind.ADMITTED, {}),
-    (10.6, Kind.SENT, {"text": "p:1"}),
-    (11.2, Kind.PULL_BEGUN, {"number": 3, "text": "p:1"}),
-    (11.9, Kind.FIRST_TOKEN, {}),
-    (12.5, Kind.PULL_ENDED, {"number": 3, "size": 2**20, "text": "shm"}),
-    (12.5, Kind.RUNNING, {}),
-    (13.9, Kind.ENDED, {"text": "finished"}),
+    (10.5, EventKind.RECEIVED, {}),
+    (10.6, EventKind.ADMITTED, {}),
+    (10.6, EventKind.SENT, {"text": "p:1"}),
+    (11.2, EventKind.PULL_BEGUN, {"number": 3, "text": "p:1"}),
+    (11.9, EventKind.FIRST_TOKEN, {}),
+    (12.5, EventKind.PULL_ENDED, {"number": 3, "size": 2**20, "text": "shm"}),
+    (12.5, EventKind.RUNNING, {}),
+    (13.9, EventKind.ENDED, {"text": "finished"}),
 ]
 PREFILL_EVENTS = [
-    (10.8, Kind.RECEIVED, {}),
-    (11.2, Kind.CHUNK_BEGUN, {"step": 7, "number": 30}),
-    (11.5, Kind.CHUNK_ENDED, {"step": 7}),
-    (11.6, Kind.CHUNK_BEGUN, {"step": 8, "number": 10}),
-    (11.7, Kind.CHUNK_ENDED, {"step": 8}),
-    (11.7, Kind.FIRST_TOKEN, {}),
-    (12.6, Kind.ENDED, {"text": "released"}),
+    (10.8, EventKind.RECEIVED, {}),
+    (11.2, EventKind.CHUNK_BEGUN, {"step": 7, "number": 30}),
+    (11.5, EventKind.CHUNK_ENDED, {"step": 7}),
+    (11.6, EventKind.CHUNK_BEGUN, {"step": 8, "number": 10}),
+    (11.7, EventKind.CHUNK_ENDED, {"step": 8}),
+    (11.7, EventKind.FIRST_TOKEN, {}),
+    (12.6, EventKind.ENDED, {"text": "released"}),
 ]
 
 
@@ -85,8 +85,8 @@ def test_phases_follow_one_another_and_add_up(shift, error):
     assert [phase.start for phase in found.phases] == [0.0, *ends[:-1]] and ends[-1] == 4.0
     assert 2.0 in ends
     order = [(p.process.role, p.event.kind) for p in found.events]
-    assert order.index(("gateway", Kind.SENT)) < order.index(("decode", Kind.RECEIVED))
-    assert order.index(("prefill", Kind.FIRST_TOKEN)) < order.index(("decode", Kind.FIRST_TOKEN))
+    assert order.index(("gateway", EventKind.SENT)) < order.index(("decode", EventKind.RECEIVED))
+    assert order.index(("prefill", EventKind.FIRST_TOKEN)) < order.index(("decode", EventKind.FIRST_TOKEN))
     assert sorted((w.name, w.detail, round(w.end - w.start, 6)) for w in found.work) == [
         ("chunk", "step 7, 30 tokens", 0.3),
         ("chunk", "step 8, 10 tokens", 0.1),
@@ -112,22 +112,22 @@ def test_a_resume_begins_another_attempt():
     first = events(
         [
             *GATEWAY_EVENTS[:5],
-            (12.2, Kind.RESUMED, {"text": "DECODE_LOST"}),
-            (12.4, Kind.SENT, {"text": "d:2", "attempt": 1}),
-            (13.0, Kind.FIRST_TOKEN, {"attempt": 1}),
-            (14.0, Kind.ENDED, {"text": "CANCELLED_BY_NOBODY"}),
+            (12.2, EventKind.RESUMED, {"text": "DECODE_LOST"}),
+            (12.4, EventKind.SENT, {"text": "d:2", "attempt": 1}),
+            (13.0, EventKind.FIRST_TOKEN, {"attempt": 1}),
+            (14.0, EventKind.ENDED, {"text": "CANCELLED_BY_NOBODY"}),
         ]
     )
     second = [
-        (12.5, Kind.RECEIVED, {}),
-        (12.6, Kind.CHUNK_BEGUN, {"step": 1, "number": 9}),
-        (12.9, Kind.CHUNK_ENDED, {"step": 1}),
-        (12.9, Kind.FIRST_TOKEN, {}),
-        (12.9, Kind.RUNNING, {}),
+        (12.5, EventKind.RECEIVED, {}),
+        (12.6, EventKind.CHUNK_BEGUN, {"step": 1, "number": 9}),
+        (12.9, EventKind.CHUNK_ENDED, {"step": 1}),
+        (12.9, EventKind.FIRST_TOKEN, {}),
+        (12.9, EventKind.RUNNING, {}),
     ]
     others = [
         Recorded(DECODE, events(DECODE_EVENTS)),
-        Recorded(Process("decode", "d:2"), events(second, attempt=1)),
+        Recorded(TimelineProcess("decode", "d:2"), events(second, attempt=1)),
     ]
     found = timeline(first, others, now=99.0)
     assert (found.outcome, found.reason) == ("failed", "CANCELLED_BY_NOBODY")
@@ -157,18 +157,18 @@ def test_a_recorder_keeps_the_last_events():
     now = iter(range(100))
     recorder = Recorder(3, lambda: next(now))
     for number in range(5):
-        recorder.add(Kind.TOKENS, 5, number % 2 + 1, number=number)
+        recorder.add(EventKind.TOKENS, 5, number % 2 + 1, number=number)
     assert [event.number for event in recorder.all()] == [2, 3, 4]
     assert [event.number for event in recorder.of([(5, 1)])] == [2, 4]
-    recorder.add(Kind.ENDED, 5, 1, text="x" * 1000)
+    recorder.add(EventKind.ENDED, 5, 1, text="x" * 1000)
     assert len(recorder.all()[-1].text) == MAX_TEXT
     silent = Recorder(0)
-    silent.add(Kind.TOKENS, 5, 1)
+    silent.add(EventKind.TOKENS, 5, 1)
     assert not silent.all()
 
 
 def test_events_survive_a_message():
-    given = [Event(1.5, kind, 2**64 - 1, 3, 4, 5, 6, 7, 8, "text") for kind in Kind]
+    given = [Event(1.5, kind, 2**64 - 1, 3, 4, 5, 6, 7, 8, "text") for kind in EventKind]
     assert events_from(map(event_to, given)) == given
 
 
@@ -176,7 +176,7 @@ def test_events_since_a_time():
     times = iter((1.0, 2.0, 2.0, 3.0))
     recorder = Recorder(3, lambda: next(times))
     for number in range(4):
-        recorder.add(Kind.TOKENS, 1, 1, number=number)
+        recorder.add(EventKind.TOKENS, 1, 1, number=number)
     assert [event.number for event in recorder.since(1.0)] == [1, 2, 3], "the ring holds three"
     assert [event.number for event in recorder.since(2.0)] == [3]
     assert recorder.since(3.0) == []

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.gateway.parsed_output import ParsedOutput
-from baton.gateway.parsers.reader import Call, Reader, Reasoning, Text
-from baton.gateway.parsers.registry import make_parser
 from baton.gateway.token_log import LOGPROBS_PER_DELTA, TokenLog
+from baton.parsers.reader import ParsedCall, ParsedReasoning, ParsedText, Reader
+from baton.parsers.registry import make_parser
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2
 
@@ -137,8 +137,8 @@ class Letters(Reader):
     def run(self):
         while not self.ended:
             for letter in self.text[self.at :]:
-                event = Call(letter, "{}") if letter.isdigit() else Text(letter)
-                self.events.append(Reasoning("?") if letter == "?" else event)
+                event = ParsedCall(letter, "{}") if letter.isdigit() else ParsedText(letter)
+                self.events.append(ParsedReasoning("?") if letter == "?" else event)
             self.at = len(self.text)
             yield
 

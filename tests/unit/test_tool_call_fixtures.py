@@ -8,8 +8,8 @@ from canitoolcall.checks import case_status, run_checks
 from canitoolcall.fixtures import load_families, load_fixtures
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult
 
-from baton.gateway.parsers.reader import Call, Reasoning, Text
-from baton.gateway.parsers.registry import make_parser
+from baton.parsers.reader import ParsedCall, ParsedReasoning, ParsedText
+from baton.parsers.registry import make_parser
 
 FORMATS = {
     "qwen3-hermes": ("hermes", "think"),
@@ -49,9 +49,10 @@ def parse(fixture, pieces):
     events = [event for piece in pieces for event in parser.feed(piece)]
     events += parser.finish(cut=fixture.truncated)
     return ParseResult(
-        content="".join(event.text for event in events if isinstance(event, Text)) or None,
-        reasoning_content="".join(event.text for event in events if isinstance(event, Reasoning)) or None,
-        tool_calls=tuple(ParsedToolCall(e.name, e.arguments) for e in events if isinstance(e, Call)),
+        content="".join(event.text for event in events if isinstance(event, ParsedText)) or None,
+        reasoning_content="".join(event.text for event in events if isinstance(event, ParsedReasoning))
+        or None,
+        tool_calls=tuple(ParsedToolCall(e.name, e.arguments) for e in events if isinstance(e, ParsedCall)),
     )
 
 

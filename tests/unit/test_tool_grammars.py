@@ -9,15 +9,15 @@ import pytest
 
 from baton.demo import model_path
 from baton.gateway.parsed_output import ParsedOutput
-from baton.gateway.parsers import deepseek
-from baton.gateway.parsers.reader import Call, Text
-from baton.gateway.parsers.registry import TOOL_PARSERS, make_parser
 from baton.gateway.token_log import ChoiceLog
 from baton.gateway.tool_grammars import constrain, unenforced
 from baton.grammar.base import GrammarError, GrammarSpec
 from baton.grammar.llguidance import LlguidanceBackend
+from baton.parsers import deepseek
+from baton.parsers.reader import ParsedCall, ParsedText
+from baton.parsers.registry import TOOL_PARSERS, make_parser
 from baton.rpc.errors import BatonError
-from baton.tokenizer import hf
+from baton.tokenizer import hf_tokenizer
 from baton.v1.common_pb2 import FINISH_REASON_STOP, Grammar, SamplingParams
 from baton.v1.tokenizer_pb2 import ChatPrompt, Tool, ToolChoice
 
@@ -34,7 +34,7 @@ REQUIRED = ToolChoice(mode=ToolChoice.MODE_REQUIRED)
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return hf.load(model_path())
+    return hf_tokenizer.load(model_path())
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def marked(tmp_path_factory):
     (folder / "tokenizer.json").write_text(json.dumps(source))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_bytes((model_path() / "tokenizer_config.json").read_bytes())
-    return hf.load(folder)
+    return hf_tokenizer.load(folder)
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,8 @@ def test_what_a_required_call_may_be_is_read_as_calls_that_fit(backend, tokenize
         tools = {tool.name: tool.parameters for tool in TOOLS}
         parser = make_parser(form, "", tools, opened=False)
         events = [*parser.feed(text), *parser.finish()]
-        calls = [event for event in events if isinstance(event, Call)]
-        assert calls and not any(isinstance(event, Text) for event in events), text
+        calls = [event for event in events if isinstance(event, ParsedCall)]
+        assert calls and not any(isinstance(event, ParsedText) for event in events), text
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
@@ -313,7 +313,7 @@ def test_strict_functions_in_every_format(tokenizer, marked, form, special):
     other = "<function=get_weather><parameter=unit>k</parameter></function>"
     for wrong in (written(form, special, bad), *([other] if form == "qwen3_coder" else [])):
         letters = f"Let me see. {opening}{mark}{wrong}"
-        assert any(isinstance(event, Call) for event in read(form, final + letters, strict))
+        assert any(isinstance(event, ParsedCall) for event in read(form, final + letters, strict))
         assert accepts(backend, used, made, final, "Let me see.")
         assert not accepts(backend, used, made, final, letters)
     # Whatever else may be written: what the parser reads as a call of the function fits its schema.
@@ -321,7 +321,7 @@ def test_strict_functions_in_every_format(tokenizer, marked, form, special):
     for seed in range(12):
         text = steered(backend, used, made, seed, [before, mark, twice, written(form, special, bad)])
         for event in read(form, text, strict):
-            if isinstance(event, Call) and event.name == "get_weather":
+            if isinstance(event, ParsedCall) and event.name == "get_weather":
                 calls += 1
                 jsonschema.validate(json.loads(event.arguments), SCHEMA)
     assert calls

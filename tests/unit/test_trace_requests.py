@@ -8,10 +8,10 @@ import itertools
 import grpc.aio
 import pytest
 
+from baton.api.page.requests import SHOWN, Requests
 from baton.gateway import traces as module
-from baton.gateway.page.requests import SHOWN, Requests
 from baton.gateway.traces import Traces
-from baton.tracing.recorder import Kind, Recorder
+from baton.tracing.recorder import EventKind, Recorder
 from baton.v1 import node_pb2_grpc, trace_pb2
 
 GATEWAY = 7
@@ -23,7 +23,7 @@ class Slow(node_pb2_grpc.NodeServicer):
         return trace_pb2.RecentEvents(incarnation=1)
 
 
-def record(recorder: Recorder, number: int, *kinds: Kind, text: str = "") -> None:
+def record(recorder: Recorder, number: int, *kinds: EventKind, text: str = "") -> None:
     for kind in kinds:
         recorder.add(kind, GATEWAY, number, text=text)
 
@@ -36,8 +36,8 @@ async def test_connections_are_closed_only_when_nobody_waits_for_them(monkeypatc
     await server.start()
     recorder = Recorder()
     for number, address in enumerate(("one", "two", "three")):
-        record(recorder, number, Kind.RECEIVED)
-        record(recorder, number, Kind.SENT, text=address)
+        record(recorder, number, EventKind.RECEIVED)
+        record(recorder, number, EventKind.SENT, text=address)
     traces = Traces(GATEWAY, recorder, lambda address: grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
     names = [(GATEWAY, number) for number in range(3)]
     found = await asyncio.gather(*(traces.timelines([name]) for name in names))
@@ -50,13 +50,13 @@ async def test_connections_are_closed_only_when_nobody_waits_for_them(monkeypatc
 def test_the_latest_and_the_slowest():
     recorder = Recorder(8, iter(map(float, range(100))).__next__)
     traces = Traces(GATEWAY, recorder, lambda address: pytest.fail(address))
-    record(recorder, 1, Kind.RECEIVED)
-    record(recorder, 2, Kind.RECEIVED, Kind.TOKENS, Kind.ENDED)
-    record(recorder, 3, Kind.RECEIVED, Kind.ENDED)
-    record(recorder, 4, Kind.RECEIVED)
+    record(recorder, 1, EventKind.RECEIVED)
+    record(recorder, 2, EventKind.RECEIVED, EventKind.TOKENS, EventKind.ENDED)
+    record(recorder, 3, EventKind.RECEIVED, EventKind.ENDED)
+    record(recorder, 4, EventKind.RECEIVED)
     assert [number for _, number in traces.recent(3)] == [4, 3, 2]
     assert [number for _, number in traces.recent(1, slowest=True)] == [1], "the first still runs"
-    record(recorder, 5, Kind.RECEIVED, Kind.ENDED)  # the begin of the first is forgotten
+    record(recorder, 5, EventKind.RECEIVED, EventKind.ENDED)  # the begin of the first is forgotten
     assert [number for _, number in traces.recent(9)] == [5, 4, 3, 2]
 
 
@@ -70,13 +70,13 @@ async def test_a_page_that_was_closed_meanwhile_shows_what_is_now():
         return {row["id"].split("-")[1]: row["outcome"] for row in requests.rows(whole=True)}
 
     requests.begin()
-    record(recorder, 1, Kind.RECEIVED)
+    record(recorder, 1, EventKind.RECEIVED)
     assert await rows() == {"1": ""}
-    record(recorder, 1, Kind.ENDED, text="finished")  # no page is open
+    record(recorder, 1, EventKind.ENDED, text="finished")  # no page is open
     recorder.clock = map(float, itertools.count(10**9)).__next__  # long after that one opens
-    record(recorder, 2, Kind.RECEIVED)
+    record(recorder, 2, EventKind.RECEIVED)
     requests.begin()
     assert await rows() == {"1": "finished", "2": ""}
     for number in range(3, 3 + SHOWN):
-        record(recorder, number, Kind.RECEIVED)
+        record(recorder, number, EventKind.RECEIVED)
     assert set(await rows()) == {str(number) for number in range(3, 3 + SHOWN)}

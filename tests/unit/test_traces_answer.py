@@ -6,17 +6,17 @@ import threading
 import httpx
 from starlette.applications import Starlette
 
-from baton.gateway import traces_http
+from baton.api import traces_http
 from baton.gateway.traces import MAX_TRACES, Traces, answer
-from baton.tracing.recorder import Kind, Recorder
+from baton.tracing.recorder import EventKind, Recorder
 from baton.v1 import trace_pb2
 
 
 def many():
     recorder = Recorder()
     for request in range(1, MAX_TRACES + 1):
-        recorder.add(Kind.RECEIVED, 7, request, text="http")
-        recorder.add(Kind.FIRST_TOKEN, 7, request)
+        recorder.add(EventKind.RECEIVED, 7, request, text="http")
+        recorder.add(EventKind.FIRST_TOKEN, 7, request)
     return Traces(7, recorder, dial=None)
 
 

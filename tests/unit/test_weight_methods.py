@@ -12,12 +12,12 @@ import pytest
 import torch
 from random_checkpoints import Driver, check_logits, random_prompts, save_checkpoint
 
-from baton.checkpoint import CheckpointError
 from baton.layers.linear import Linear, fastest_product
-from baton.layers.weights import cpu, int8_cpu, method
-from baton.layers.weights.cpu import Bf16Int4, Dequantized, Int8, exact_products
-from baton.layers.weights.method import Filling, Method, QuantizedWeight, quantize
-from baton.layers.weights.quantized import QuantizedTensor
+from baton.layers.quantization import cpu, int8_cpu, weight_method
+from baton.layers.quantization.cpu import Bf16Int4, Dequantized, Int8, exact_products
+from baton.layers.quantization.quantized_tensor import QuantizedTensor
+from baton.layers.quantization.weight_method import Filling, QuantizedWeight, WeightMethod, quantize
+from baton.model_path import CheckpointError
 from baton.models.loader import declared, load_model, weight_bytes
 from baton.models.weight_plan import describe, weight_plan
 from quantizers import awq, compressed, fp8, fp8_blocks, gptq, write
@@ -32,7 +32,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def made(bits, outputs=96, inputs=128, group=32, seed=0):
     """A weight filled in two parts, and float64 what it stands for."""
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
-    quantized = QuantizedWeight(Method(bits, 0 if bits == 8 else group), outputs, inputs, CPU)
+    quantized = QuantizedWeight(WeightMethod(bits, 0 if bits == 8 else group), outputs, inputs, CPU)
     quantized.fill(0, weight[:33])
     quantized.rows(33, outputs - 33).fill(0, weight[33:])
     return weight, quantized, quantized.unpacked().dequantize().double()
@@ -55,7 +55,7 @@ def test_quantizing_rounds_to_the_nearest_code(bits):
 def test_4_bits_lie_in_memory_as_kernels_read_them(stacked):
     columns = torch.arange(64)
     codes = torch.stack((columns % 16, columns // 16)).to(torch.uint8)
-    weight = QuantizedWeight(Method(4, 32), 2, 64, CPU, stacked=stacked)
+    weight = QuantizedWeight(WeightMethod(4, 32), 2, 64, CPU, stacked=stacked)
     weight.fill(0, QuantizedTensor(codes, torch.ones(2, 2), 32, torch.zeros(2, 2)))
     if stacked:
         halves = [(columns.view(-1, 2, 8)[:, half]).flatten() for half in (0, 1)]
@@ -89,7 +89,7 @@ def test_4_bits_of_groups_of_one_value_are_that_value():
 def test_4_bits_of_many_matrices_are_those_of_each_alone(piece, monkeypatch):
     """To the bit, in few calls: matrices of several sizes and dtypes, some larger than a piece, some of
     whose columns a rank holds a part."""
-    monkeypatch.setattr("baton.layers.weights.method._PIECE", {"cpu": piece})
+    monkeypatch.setattr("baton.layers.quantization.weight_method._PIECE", {"cpu": piece})
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 64), (64, 32), (24, 128), (100, 64)] * 8
     weights = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -97,14 +97,14 @@ def test_4_bits_of_many_matrices_are_those_of_each_alone(piece, monkeypatch):
     parts = [(64, 64) if each.shape[1] == 128 else None for each in weights]
     alone, together = (
         [
-            QuantizedWeight(Method(4, 32), len(each), (part or each.shape)[1], CPU)
+            QuantizedWeight(WeightMethod(4, 32), len(each), (part or each.shape)[1], CPU)
             for each, part in zip(weights, parts, strict=True)
         ]
         for _ in range(2)
     )
     calls = []
-    filling, own = Filling(), method._four_bits
-    monkeypatch.setattr(method, "_four_bits", lambda *each: calls.append(1) or own(*each))
+    filling, own = Filling(), weight_method._four_bits
+    monkeypatch.setattr(weight_method, "_four_bits", lambda *each: calls.append(1) or own(*each))
     for memory, weight, part in zip(together, weights, parts, strict=True):
         filling.fill(memory, 0, weight[:8], part)
         filling.fill(memory, 8, weight[8:], part)
@@ -422,7 +422,7 @@ def test_without_kernels_a_gpu_dequantizes_everything(tmp_path):
     model = save_checkpoint("qwen3-bias", tmp_path)
     write(tmp_path, model, awq())
     assert weight_plan(tmp_path, CUDA).method is None
-    assert weight_plan(tmp_path, CPU).method == Method(4, 32)
+    assert weight_plan(tmp_path, CPU).method == WeightMethod(4, 32)
 
 
 @pytest.fixture
@@ -437,19 +437,19 @@ FLOATING = {"num_bits": 8, "type": "float"}
 @pytest.mark.parametrize(
     ("scheme", "method"),
     [
-        (fp8(static=True, rows=False), Method(8, floating=True)),
-        (fp8(static=False, rows=True), Method(8, floating=True)),
-        (fp8_blocks((128, 128)), Method(8, 128, floating=True, rows=128)),
+        (fp8(static=True, rows=False), WeightMethod(8, floating=True)),
+        (fp8(static=False, rows=True), WeightMethod(8, floating=True)),
+        (fp8_blocks((128, 128)), WeightMethod(8, 128, floating=True, rows=128)),
         (fp8_blocks((32, 32)), None),
-        (compressed("float-quantized", strategy="channel", **FLOATING), Method(8, floating=True)),
+        (compressed("float-quantized", strategy="channel", **FLOATING), WeightMethod(8, floating=True)),
         (
             compressed("float-quantized", strategy="block", block_structure=[128, 128], **FLOATING),
-            Method(8, 128, floating=True, rows=128),
+            WeightMethod(8, 128, floating=True, rows=128),
         ),
-        (compressed("int-quantized", num_bits=8, strategy="channel"), Method(8)),
-        (gptq(symmetric=False), Method(4, 32)),
+        (compressed("int-quantized", num_bits=8, strategy="channel"), WeightMethod(8)),
+        (gptq(symmetric=False), WeightMethod(4, 32)),
         (gptq(desc_act=True), None),
-        (awq(), Method(4, 32)),
+        (awq(), WeightMethod(4, 32)),
     ],
 )
 def test_what_stays_quantized_on_a_gpu(scheme, method, hopper, tmp_path):
@@ -493,7 +493,7 @@ def test_blocks_are_not_kept_across_matrices_that_do_not_end_with_one(hopper, tm
 def test_a_plain_matrix_is_quantized_in_blocks_where_its_memory_has_them():
     """An expert that the checkpoint left plain, or random weights. Rows differ in size, as scales do."""
     weight = torch.randn(200, 272) * torch.logspace(-2, 0, 200)[:, None]
-    memory = QuantizedWeight(Method(8, 128, floating=True, rows=128), 200, 272, torch.device("cpu"))
+    memory = QuantizedWeight(WeightMethod(8, 128, floating=True, rows=128), 200, 272, torch.device("cpu"))
     memory.fill(0, weight)
     assert memory.scale.shape == (2, 3)
     error = (memory.unpacked().dequantize() - weight).abs()

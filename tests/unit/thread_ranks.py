@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 
 T = TypeVar("T")
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from baton.gateway.cache_view import PromptPages
-from baton.gateway.handoff_cost import Split
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.routing import RequestRouting, Router
+from baton.gateway.split_decision import Split
 from baton.handoff.pull_cost import PullCost
-from baton.stepcost import StepCost, StepLoad, chunk_pairs
+from baton.step_cost import StepCost, StepLoad, chunk_pairs
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
 BUDGET = 2048

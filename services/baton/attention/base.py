@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
 _PAIRS = {"2.11": ("0.4.4",), "2.13": ("0.4.7", "0.4.8"), "2.14": ("0.4.9", "0.4.10")}
@@ -75,7 +75,7 @@ class Fa3Attention(PagedAttention):
     def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-        from baton.layers.kernels.qkv import to_fp8
+        from baton.layers.kernels.rope_kv_write import to_fp8
 
         super().__init__(pool, num_heads, options)
         self._attend: Any = flash_attn_with_kvcache

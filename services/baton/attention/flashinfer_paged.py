@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_pool import KvPool
+from baton.layers.async_copy import to_device
 from baton.layers.attention import AttentionOptions
-from baton.layers.transfer import to_device
 
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)

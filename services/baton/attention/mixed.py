@@ -9,7 +9,7 @@ import torch
 from baton.attention.fa3 import Fa3Attention
 from baton.attention.paged import PagedAttention, PagedRows
 from baton.attention.triton_paged import TritonAttention
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
 FEW_ROWS = 4

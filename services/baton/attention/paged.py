@@ -13,10 +13,10 @@ import torch
 
 from baton.attention.base import AttentionRow
 from baton.attention.fp8 import quantize
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_pool import KvPool
+from baton.layers.async_copy import Upload
 from baton.layers.attention import AttentionOptions
 from baton.layers.forward_batch import AttendPages
-from baton.layers.transfer import Upload
 
 
 @dataclass(frozen=True, slots=True)

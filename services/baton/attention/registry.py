@@ -7,28 +7,28 @@ import torch
 from baton.attention.base import AttentionBackend
 from baton.attention.fa3 import Fa3Attention, FixedFa3Attention
 from baton.attention.flashinfer_paged import FlashInferAttention
-from baton.attention.latent_paged import Fa3LatentAttention, TritonLatentAttention
 from baton.attention.mixed import MixedAttention
-from baton.attention.torch_latent import TorchLatentAttention
+from baton.attention.mla_paged import Fa3MlaAttention, TritonMlaAttention
+from baton.attention.torch_mla import TorchMlaAttention
 from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import FixedTritonAttention, TritonAttention
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "fa3": Fa3Attention,
     "fa3-fixed": FixedFa3Attention,
-    "fa3-latent": Fa3LatentAttention,
+    "fa3-mla": Fa3MlaAttention,
     "flashinfer": FlashInferAttention,
     "mixed": MixedAttention,
     "torch": TorchAttention,
-    "torch-latent": TorchLatentAttention,
+    "torch-mla": TorchMlaAttention,
     "triton": TritonAttention,
     "triton-fixed": FixedTritonAttention,
-    "triton-latent": TritonLatentAttention,
+    "triton-mla": TritonMlaAttention,
 }
 
 _PREFERENCE: dict[str, tuple[str, ...]] = {
-    "cpu": ("torch", "torch-latent"),
-    "cuda": ("mixed", "fa3", "triton", "torch", "fa3-latent", "triton-latent", "torch-latent"),
+    "cpu": ("torch", "torch-mla"),
+    "cuda": ("mixed", "fa3", "triton", "torch", "fa3-mla", "triton-mla", "torch-mla"),
 }
 """By device type, best first."""
 

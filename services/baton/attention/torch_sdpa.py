@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from baton.attention.base import AttentionRow
 from baton.attention.fp8 import dequantize, quantize
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
 _GROUP_BYTES = 2**19
@@ -36,7 +36,7 @@ class _Gathered:
 
 
 @dataclass(slots=True)
-class _Group:
+class _RowGroup:
     """Rows of one token, padded to one length; groups follow each other by length."""
 
     padded: bool
@@ -101,7 +101,7 @@ class TorchAttention:
         """First positions of each row by its table's identity, which the row keeps."""
         self._single = 0
         self._order: torch.Tensor | None = None
-        self._groups: list[_Group] = []
+        self._groups: list[_RowGroup] = []
         self._group_sizes: list[int] = []
         """Rows of each."""
         self._group_pages: tuple[tuple[torch.Tensor, ...], ...] = ()
@@ -251,7 +251,7 @@ class TorchAttention:
             entries.append(self._entries(self._padded_table(part, length), len(part)))
             lengths = [row.start + 1 for row in part]
             gathered = self._gathered(len(entries[-1]), len(part), length)
-            self._groups.append(_Group(self._pads(part[0]), lengths, gathered))
+            self._groups.append(_RowGroup(self._pads(part[0]), lengths, gathered))
         if parts:
             of_layers = self._there(np.concatenate(entries)) + 2 * self._layers
             sizes = [len(part) for part in entries]
@@ -271,7 +271,7 @@ class TorchAttention:
         if ends:
             self._vectors.index_fill_(0, self._vectors_at(ends).flatten(), 0)
 
-    def _lengthen(self, group: _Group) -> None:
+    def _lengthen(self, group: _RowGroup) -> None:
         """Its rows are one token on in the same pages."""
         group.lengths = [length + 1 for length in group.lengths]
         group.masks.clear()
@@ -307,7 +307,7 @@ class TorchAttention:
             table += [row.pages[0]] * (width - used)
         return table
 
-    def _group_mask(self, group: _Group, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+    def _group_mask(self, group: _RowGroup, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         keys = group.gathered.keys.shape[2]
         if window is not None and window >= keys:
             window = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
 _HEAD_DIMS = (64, 128, 256)
@@ -42,8 +42,8 @@ class TritonAttention(PagedAttention):
         return None
 
     def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
-        from baton.layers.kernels.chunk_attention import chunk_attention
         from baton.layers.kernels.decode_attention import decode_attention, most_splits, whole
+        from baton.layers.kernels.prefill_attention import chunk_attention
 
         super().__init__(pool, num_heads, options)
         self._chunks, self._singles, self._whole = chunk_attention, decode_attention, whole

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from baton.bench.summary import DISTRIBUTION, too_few
-from baton.latency import PERCENTILES
+from baton.slo import PERCENTILES
 
 STYLES = dict(zip(PERCENTILES, ("o-", "s--", "^:"), strict=True))
-Run = dict[str, Any]
+RunReport = dict[str, Any]
 """A run of a report."""
 
 
@@ -72,7 +72,7 @@ def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _over_rate(panel: Any, runs: Sequence[Run], name: str) -> None:
+def _over_rate(panel: Any, runs: Sequence[RunReport], name: str) -> None:
     """Runs of a closed loop, which has no rate, are placed side by side."""
     rates = [run["workload"]["rate"] for run in runs]
     by_rate = all(rate is not None for rate in rates)
@@ -94,7 +94,7 @@ def _over_rate(panel: Any, runs: Sequence[Run], name: str) -> None:
     panel.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0)
 
 
-def _distribution(panel: Any, runs: Sequence[Run], name: str) -> None:
+def _distribution(panel: Any, runs: Sequence[RunReport], name: str) -> None:
     for run in runs:
         values = run[f"{name}_distribution_ms"]
         if values:

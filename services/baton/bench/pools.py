@@ -13,8 +13,8 @@ import grpc.aio
 import torch
 
 from baton.bench.processes import BenchProcess
-from baton.kvcache.pool import KvLayout
-from baton.layers.shard import Shard
+from baton.kvcache.kv_pool import KvLayout
+from baton.layers.tensor_parallel import Shard
 from baton.rpc.address import join_address, loopback, new_incarnation
 from baton.rpc.channel import server_options
 from baton.transport import PageStore
@@ -24,9 +24,9 @@ from baton.v1 import common_pb2, prefill_pb2_grpc
 from baton.worker.pool import first_byte, gpu_pool, join_parts, make_pool
 
 EXIT_SECONDS = 10.0
-Ranks = tuple[int, int]
+RankCounts = tuple[int, int]
 """Ranks of the owner, of the receiver. Several are on GPUs."""
-ONE_EACH: Ranks = (1, 1)
+ONE_EACH: RankCounts = (1, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ async def further_ranks(layout: KvLayout, pages: int, ranks: int, gpus: str) -> 
 
 @contextlib.asynccontextmanager
 async def two_pools(
-    layout: KvLayout, pages: int, device: torch.device, gpus: str, ranks: Ranks = ONE_EACH
+    layout: KvLayout, pages: int, device: torch.device, gpus: str, ranks: RankCounts = ONE_EACH
 ) -> AsyncIterator[Pools]:
     """gpus: of the owner, see own_pool. The receiver's ranks take this process's GPUs in turn. Raises
     TransportError, SegmentError or BenchError."""

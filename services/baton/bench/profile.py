@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from baton.bench.clients import make_target, run_clients
-from baton.bench.engine import EngineBench
-from baton.bench.workload import Range, Workload
+from baton.bench.engine_bench import EngineBench
+from baton.bench.load_processes import make_target, run_clients
+from baton.bench.workload import TokenRange, Workload
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan, step_load
-from baton.engine.sampling import SamplingParams
-from baton.latency import Record
-from baton.plan.profile import HostCost
-from baton.stepcost import StepCost, StepLoad, chunk_pairs, fit
+from baton.engine.sampling_params import SamplingParams
+from baton.sizing.profile import HostCost
+from baton.slo import RequestTimes
+from baton.step_cost import StepCost, StepLoad, chunk_pairs, fit
 
 WARM_UP = 2
 LEAST = 5
@@ -45,7 +45,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredSteps:
     shape: Shape
     load: StepLoad
     seconds: float
@@ -79,7 +79,7 @@ def problem(shape: Shape, bench: EngineBench) -> str:
 
 def measure_all(
     bench: EngineBench, shapes: Sequence[Shape], seconds: float, on_progress: Callable[[Shape], None]
-) -> list[Measured]:
+) -> list[MeasuredSteps]:
     """The median step of each shape, repeated for `seconds`. `on_progress` is called before each shape."""
     found = []
     pool = bench.engine.pool
@@ -88,7 +88,7 @@ def measure_all(
         on_progress(shape)
         rows = tuple(_rows(shape, pool.layout.page_size, len(pool.layout.groups)))
         measured = _measure(bench.engine.runner, rows, bench.engine.overlap, seconds)
-        found.append(Measured(shape, step_load(rows), measured))
+        found.append(MeasuredSteps(shape, step_load(rows), measured))
     return found
 
 
@@ -144,13 +144,13 @@ class Fitted:
         }
 
 
-def fitted(measured: Sequence[Measured]) -> Fitted:
+def fitted(measured: Sequence[MeasuredSteps]) -> Fitted:
     """Raises ValueError if nothing was measured."""
     cost = fit([(each.load, each.seconds) for each in measured])
     return Fitted(cost, [cost.seconds(each.load) / each.seconds - 1.0 for each in measured])
 
 
-def points(measured: Sequence[Measured], found: Fitted) -> list[dict[str, Any]]:
+def points(measured: Sequence[MeasuredSteps], found: Fitted) -> list[dict[str, Any]]:
     """For JSON, in milliseconds."""
     return [
         {
@@ -190,8 +190,8 @@ async def measure_host(server: str, step: StepCost, seed: int = 0) -> HostCost:
 
 def _work(prompt: int, output: int, requests: int, concurrency: int, *, seed: int, run: int) -> Workload:
     return Workload(
-        prompt_tokens=Range(prompt, prompt),
-        output_tokens=Range(output, output),
+        prompt_tokens=TokenRange(prompt, prompt),
+        output_tokens=TokenRange(output, output),
         requests=requests,
         concurrency=concurrency,
         seed=seed,
@@ -200,7 +200,10 @@ def _work(prompt: int, output: int, requests: int, concurrency: int, *, seed: in
 
 
 def solve(
-    step: StepCost, local: Sequence[Record], remote: Sequence[Record], many: Sequence[Record]
+    step: StepCost,
+    local: Sequence[RequestTimes],
+    remote: Sequence[RequestTimes],
+    many: Sequence[RequestTimes],
 ) -> HostCost:
     """From requests one at a time, computed locally and handed off, and from MANY at a time."""
     one = _tpot(local) - _row_seconds(step, 1)
@@ -219,9 +222,9 @@ def _prompt_seconds(step: StepCost, tokens: int) -> float:
     return step.seconds(StepLoad(prefill_tokens=tokens, attention_pairs=chunk_pairs(0, tokens)))
 
 
-def _tpot(records: Sequence[Record]) -> float:
+def _tpot(records: Sequence[RequestTimes]) -> float:
     return statistics.median(r.tpot for r in records if not r.error and r.tpot is not None)
 
 
-def _ttft(records: Sequence[Record]) -> float:
+def _ttft(records: Sequence[RequestTimes]) -> float:
     return statistics.median(record.ttft for record in records if not record.error)

@@ -58,7 +58,7 @@ def python_documentation() -> str:
 def windows(path: Path, text: str, count: int) -> list[list[int]]:
     """So many runs of WINDOW tokens of the text, evenly spaced. Raises BatonError for a text that is too
     short."""
-    from baton.tokenizer.hf import load
+    from baton.tokenizer.hf_tokenizer import load
 
     (tokens,) = load(path).encode([text], False)
     if len(tokens) < WINDOW * count:

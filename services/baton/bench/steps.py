@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from baton.bench.engine import EngineBench, EngineRun
+from baton.bench.engine_bench import EngineBench, EngineRun
 from baton.bench.workload import Job
-from baton.checkpoint import resolve
+from baton.model_path import resolve
 from baton.models import loader
 from baton.models.config import read_config
 from baton.rpc.errors import internal

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.latency import PERCENTILES, Record, Targets, pauses, spread
+from baton.slo import PERCENTILES, RequestTimes, Targets, pauses, spread
 
 DISTRIBUTION = (*(each / 2 for each in range(200)), 99.9)
 """Percentiles of a plotted distribution; up to 99.9, so that one outlier does not compress the plot."""
@@ -30,7 +30,7 @@ def distribution(seconds: Iterable[float]) -> list[float]:
     return found
 
 
-def in_flight(records: Sequence[Record], seconds: float) -> dict[str, float]:
+def in_flight(records: Sequence[RequestTimes], seconds: float) -> dict[str, float]:
     """Running requests: mean over `seconds`, and maximum."""
     changes = sorted([(r.sent, 1) for r in records] + [(r.end, -1) for r in records])
     running = most = 0
@@ -41,7 +41,7 @@ def in_flight(records: Sequence[Record], seconds: float) -> dict[str, float]:
 
 
 def summarize(
-    records: Sequence[Record], targets: Targets | None = None, arriving: float = 0.0
+    records: Sequence[RequestTimes], targets: Targets | None = None, arriving: float = 0.0
 ) -> dict[str, Any]:
     """All results of a run. Latencies are those of finished requests. Rates are over the time from the start
     to the last answer, or over `arriving`, the seconds in which requests arrive, if that is longer.

@@ -14,14 +14,14 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class TokenRange:
     """A number of tokens, drawn uniformly from low to high, both included."""
 
     low: int
     high: int
 
     @classmethod
-    def parse(cls, text: str) -> Range:
+    def parse(cls, text: str) -> TokenRange:
         """ "128" or "100-1024". Raises ValueError saying what is wrong."""
         first, dash, last = text.partition("-")
         try:
@@ -121,8 +121,8 @@ def _prefix(work: Workload, vocabulary: int) -> list[int]:
 _PROMPTS, _ARRIVALS, _WARM_UP = range(3)
 """Independent streams of random numbers."""
 WARM_UP_TOKENS = 16
-TURNS = Range(3, 9)
-QUESTION_TOKENS = Range(16, 64)
+TURNS = TokenRange(3, 9)
+QUESTION_TOKENS = TokenRange(16, 64)
 NANO_TOKENS = 10000
 """nano-vllm draws token ids from 0 to this for every vocabulary."""
 
@@ -132,8 +132,8 @@ class Workload:
     """Open loop: requests arrive at `rate` for `seconds`. Closed loop (`rate` is None): `requests` requests,
     `concurrency` at a time (0: all at once)."""
 
-    prompt_tokens: Range
-    output_tokens: Range
+    prompt_tokens: TokenRange
+    output_tokens: TokenRange
     rate: float | None = None
     """Requests per second."""
     seconds: float = 0.0
@@ -145,12 +145,12 @@ class Workload:
     """Tokens that all prompts begin with."""
     opening: int = 0
     """Tokens of a conversation's first turn in addition to `prompt_tokens`."""
-    turns: Range = TURNS
+    turns: TokenRange = TURNS
     """Turns of a conversation."""
     think: float = 2.0
     """Mean seconds between an answer and the next turn."""
     documents: int = 16
-    question_tokens: Range = QUESTION_TOKENS
+    question_tokens: TokenRange = QUESTION_TOKENS
     namespace: str = ""
     """Namespace of the prefix caches."""
     temperature: float = 0.0

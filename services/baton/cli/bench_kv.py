@@ -10,14 +10,14 @@ import click
 import torch
 from rich.console import Console
 
+from baton.bench.kv_transfer import PAGE_DTYPES, KvBench, fitting, layout_of
 from baton.bench.machine import visible_gpus
-from baton.bench.pools import ONE_EACH, Ranks
+from baton.bench.pools import ONE_EACH, RankCounts
 from baton.bench.processes import BenchError
-from baton.bench.transfer import PAGE_DTYPES, KvBench, fitting, layout_of
-from baton.checkpoint import CheckpointError
 from baton.cli.bench_options import NUMBERS, Report
 from baton.cli.console import progress_bar, run_command, table
 from baton.cli.options import COUNT, FILE, SIZE, Parsed, SectionedCommand, fail, option, options
+from baton.model_path import CheckpointError
 from baton.models.config import ModelError
 from baton.transport import SegmentError, TransportError
 
@@ -58,14 +58,14 @@ async def _kv(bench: KvBench, output: Report, console: Console) -> int:
     return 0
 
 
-def _ranks(text: str) -> Ranks:
+def _ranks(text: str) -> RankCounts:
     found = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", text)
     if not found:
         raise ValueError("give the owner's and the receiver's number of ranks, such as 1:2")
     return int(found[1]), int(found[2])
 
 
-def _devices(name: str, same_gpu: bool, ranks: Ranks) -> tuple[torch.device, str]:
+def _devices(name: str, same_gpu: bool, ranks: RankCounts) -> tuple[torch.device, str]:
     """The receiver's device, and the owner's GPUs: from the last one on, where the receiver's are the first
     ones."""
     if name == "auto":
@@ -106,7 +106,7 @@ def kv(
     page_size: int,
     lengths: tuple[int, ...],
     same_gpu: bool,
-    ranks: Ranks,
+    ranks: RankCounts,
     file: Path | None,
     **settings: Any,
 ) -> None:

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.bench.clients import make_target
+from baton.bench.load_processes import make_target
 from baton.bench.summary import ITL_COUNTING, summarize
 from baton.bench.workload import Job, Workload
 from baton.cli.bench_options import (
@@ -46,7 +46,7 @@ from baton.cli.options import (
 from baton.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from baton.bench.engine import EngineBench
+    from baton.bench.engine_bench import EngineBench
 
 WARM_UP = 4
 """Requests before an engine's runs."""

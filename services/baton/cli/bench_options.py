@@ -13,22 +13,22 @@ import click
 from rich.console import Console
 from rich.progress import TextColumn
 
-from baton.bench.client import Target
-from baton.bench.clients import Run, run_clients
+from baton.bench.load_client import Target
+from baton.bench.load_processes import LoadRun, run_clients
 from baton.bench.machine import machine, versions
 from baton.bench.processes import BenchError
-from baton.bench.workload import Range, Workload
+from baton.bench.workload import TokenRange, Workload
+from baton.cli.config_fields import fields_of, given
 from baton.cli.console import explain, progress_bar
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.fields import fields_of, given
-from baton.cli.nodes import ask_deployment
+from baton.cli.node_reports import ask_deployment
 from baton.cli.options import COUNT, FILE, SIZE, Parsed, fail, option, options
 from baton.cli.up import check_workers, fetch_model, settings_by_role
 from baton.client import BatonError
 from baton.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from baton.bench.engine import EngineBench
+    from baton.bench.engine_bench import EngineBench
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-TOKENS = Parsed("N|A-B", Range.parse)
+TOKENS = Parsed("N|A-B", TokenRange.parse)
 NUMBERS = Parsed("N[,N...]", _numbers)
 TIMEOUT_HELP = "Time limit of a request; after it the request counts as failed. The gateway has a limit too."
 
@@ -132,7 +132,7 @@ def engine_config(
 ) -> WorkerConfig:
     """A configuration of the engine's flags. `defaults` returns defaults that replace the configuration's
     own. Ends the command with one line if there is no such model."""
-    from baton.checkpoint import CheckpointError
+    from baton.model_path import CheckpointError
     from baton.models.config import ModelError
 
     found = given(WorkerConfig, values)
@@ -167,7 +167,7 @@ def run_here(work: Callable[[], None]) -> NoReturn:
 def open_engine(config: WorkerConfig, console: Console) -> Iterator[EngineBench]:
     """An engine in this process. Raises BatonError."""
     with console.status("Loading torch and the model"):
-        from baton.bench.engine import EngineBench
+        from baton.bench.engine_bench import EngineBench
         from baton.rpc.logs import configure
 
         configure("bench", "warning")
@@ -178,7 +178,7 @@ def open_engine(config: WorkerConfig, console: Console) -> Iterator[EngineBench]
         bench.close()
 
 
-async def run_with_progress(target: Target, work: Workload, name: str, console: Console) -> Run:
+async def run_with_progress(target: Target, work: Workload, name: str, console: Console) -> LoadRun:
     """Raises ClickException if a process or every request failed."""
     with progress_bar(console, TextColumn("{task.fields[state]}"), refresh_per_second=2) as progress:
         total = len(work.jobs(target.vocabulary, target.context))

@@ -27,14 +27,14 @@ from baton.cli.options import (
 )
 from baton.cli.supervisor import ChildError
 from baton.config import WorkerConfig
-from baton.plan.profile import EngineFacts, HostCost, Profile, to_dict
+from baton.sizing.profile import EngineFacts, HostCost, Profile, to_dict
 
 if TYPE_CHECKING:
     from baton.bench.profile import Fitted
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class ProfileOptions:
     """The command's options."""
 
     rows: tuple[int, ...]
@@ -45,7 +45,7 @@ class Measurement:
     host: bool
 
 
-def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console: Console) -> None:
+def _profile(config: WorkerConfig, wanted: ProfileOptions, output: Report, console: Console) -> None:
     report = output.begin("profile")
     # Refreshed between measurements only: a refresh thread would take time from the steps.
     with open_engine(config, console) as bench:
@@ -71,7 +71,7 @@ def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console:
         engine = _facts(bench)
         layout, device = bench.engine.pool.layout, bench.engine.device
 
-    from baton.bench.transfer import pull_cost
+    from baton.bench.kv_transfer import pull_cost
     from baton.transport import SegmentError, TransportError
 
     with console.status("Pulling pages from another process"):
@@ -187,7 +187,7 @@ def profile(**values: Any) -> None:
       baton bench profile --threads 1 --rows 1,8,32 --contexts 128,512 --chunks 64,256 --json profile.json
       baton bench profile --model ./qwen3-8b --load-format dummy --device cuda --json h200.json
     """
-    output, wanted = take(Report, values), take(Measurement, values)
+    output, wanted = take(Report, values), take(ProfileOptions, values)
     output.check_writable()
     console = Console()
     config = engine_config(values)

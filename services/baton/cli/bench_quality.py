@@ -25,17 +25,17 @@ from baton.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class QualityOptions:
     """The command's options."""
 
     windows: int
     text: Path | None
 
 
-def _quality(config: WorkerConfig, wanted: Measured, output: Report, console: Console) -> None:
+def _quality(config: WorkerConfig, wanted: QualityOptions, output: Report, console: Console) -> None:
     with console.status("Loading torch"):
         from baton.bench.quality import python_documentation, score, windows
-        from baton.checkpoint import resolve
+        from baton.model_path import resolve
         from baton.models.weight_plan import describe
         from baton.rpc.logs import configure
 
@@ -113,7 +113,7 @@ def quality(**values: Any) -> None:
       baton bench quality --model smollm2 --kv-dtype fp8_e4m3
       baton bench quality --model ./my-awq-model --text sample.txt
     """
-    output, wanted = take(Report, values), take(Measured, values)
+    output, wanted = take(Report, values), take(QualityOptions, values)
     output.check_writable()
     console = Console()
     config = engine_config(values)

@@ -11,8 +11,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.bench.client import Target
-from baton.bench.clients import make_target
+from baton.bench.load_client import Target
+from baton.bench.load_processes import make_target
 from baton.bench.plots import NoPlots, plot, require
 from baton.bench.summary import ITL_COUNTING, summarize, too_few
 from baton.bench.workload import KINDS, Workload
@@ -46,7 +46,7 @@ from baton.cli.options import (
     take,
 )
 from baton.config import WorkerConfig
-from baton.latency import Targets
+from baton.slo import Targets
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end"}
 DEFAULT_RATE = 1.0

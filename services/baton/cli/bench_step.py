@@ -25,7 +25,7 @@ from baton.cli.options import (
 from baton.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from baton.bench.engine import EngineBench
+    from baton.bench.engine_bench import EngineBench
     from baton.bench.steps import Point, StepTimes
 
 TOKEN_BUDGET = 8192
@@ -34,7 +34,7 @@ SHOWN_KERNELS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class StepOptions:
     """The command's options."""
 
     batches: tuple[int, ...]
@@ -51,7 +51,7 @@ class Measurement:
 
 
 def measure_all(
-    bench: EngineBench, wanted: Measurement, bandwidth: float, console: Console
+    bench: EngineBench, wanted: StepOptions, bandwidth: float, console: Console
 ) -> tuple[list[StepTimes], dict[str, str]]:
     """Results, and the reason for each point that was not measured."""
     from baton.bench.steps import measure, problem
@@ -118,7 +118,7 @@ def show(report: dict[str, Any], results: list[StepTimes], console: Console) -> 
 
 
 def show_profiles(
-    bench: EngineBench, wanted: Measurement, results: list[StepTimes], folder: Path, console: Console
+    bench: EngineBench, wanted: StepOptions, results: list[StepTimes], folder: Path, console: Console
 ) -> None:
     """The longest kernels of each measured point."""
     from baton.bench.steps import Point, profile
@@ -131,7 +131,7 @@ def show_profiles(
             console.print(f"{us:9.1f} {calls:7.1f}  {name[:90]}", highlight=False, markup=False)
 
 
-def _step(config: WorkerConfig, wanted: Measurement, output: Report, console: Console) -> None:
+def _step(config: WorkerConfig, wanted: StepOptions, output: Report, console: Console) -> None:
     from baton.bench.steps import copy_bandwidth, weight_bytes
 
     report = output.begin("step")
@@ -150,7 +150,7 @@ def _step(config: WorkerConfig, wanted: Measurement, output: Report, console: Co
         raise click.ClickException("nothing was measured: this engine can run no point")
 
 
-def _defaults(values: dict[str, Any], wanted: Measurement) -> dict[str, Any]:
+def _defaults(values: dict[str, Any], wanted: StepOptions) -> dict[str, Any]:
     """Sizes of an engine that is just large enough for all points."""
     from baton.bench.steps import largest_pool
 
@@ -198,7 +198,7 @@ def step(**values: Any) -> None:
       baton bench step --batch 1,64,256 --context 128,1024 --json step.json
       baton bench step --model ./qwen3-8b --load-format dummy --device cuda --profile kernels
     """
-    output, wanted = take(Report, values), take(Measurement, values)
+    output, wanted = take(Report, values), take(StepOptions, values)
     output.check_writable()
     console = Console()
     config = engine_config(values, lambda given: _defaults(given, wanted))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from baton.cli.nodes import ORDER
+from baton.cli.node_reports import ORDER
 from baton.v1 import trace_pb2
 
 _MARKED = (trace_pb2.EVENT_RETRIED, trace_pb2.EVENT_RESUMED, trace_pb2.EVENT_RETRACTED)

@@ -21,20 +21,20 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from baton.cli.fields import fields_of
+from baton.cli.config_fields import fields_of
 from baton.cli.options import fail
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
 from baton.config import NodeConfig
-from baton.latency import tpot
-from baton.rpc.access import CA_VARIABLE, KEY_VARIABLE
+from baton.rpc.client_credentials import CA_VARIABLE, KEY_VARIABLE
+from baton.slo import tpot
 
 UNLIMITED = 1000
 """Columns of a line that nobody wraps, as in a pipe."""
 SECRET_VARIABLE = fields_of(NodeConfig)["cluster_secret_file"].variable
 
 
-class Answer:
+class StreamedAnswer:
     """A running or ended request. Times are seconds of the client's monotonic clock."""
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def collect(stream: Stream, show: bool = False) -> Answer:
+def collect(stream: Stream, show: bool = False) -> StreamedAnswer:
     """Reads to the end; `show` streams the text to stdout. Raises BatonError."""
-    answer = Answer()
+    answer = StreamedAnswer()
     for delta in stream:
         answer.take(delta)
         if show:
@@ -85,9 +85,9 @@ def collect(stream: Stream, show: bool = False) -> Answer:
     return answer
 
 
-async def collect_async(stream: AsyncStream, show: bool = False) -> Answer:
+async def collect_async(stream: AsyncStream, show: bool = False) -> StreamedAnswer:
     """As `collect`, for asyncio."""
-    answer = Answer()
+    answer = StreamedAnswer()
     async with stream:
         async for delta in stream:
             answer.take(delta)

@@ -10,11 +10,11 @@ import grpc
 import grpc.aio
 
 from baton.cli import local_secret
-from baton.cli.fields import fields_of
+from baton.cli.config_fields import fields_of
 from baton.config import NodeConfig
-from baton.rpc.access import Access
-from baton.rpc.authentication import Cluster
+from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.channel import open_channel
+from baton.rpc.client_credentials import ClientCredentials
 
 CLUSTER_FIELDS = ("cluster_secret_file", "cluster_cert", "cluster_key", "cluster_ca", "cluster_tls_name")
 
@@ -23,8 +23,8 @@ CLUSTER_FIELDS = ("cluster_secret_file", "cluster_cert", "cluster_key", "cluster
 class Credentials:
     """cluster: the deployment's credentials. access: those of a client of its gateway."""
 
-    cluster: Cluster
-    access: Access
+    cluster: ClusterCredentials
+    access: ClientCredentials
 
     @classmethod
     def to(cls, gateway: str) -> Credentials:
@@ -36,8 +36,10 @@ class Credentials:
         if secret:
             named["cluster_secret_file"] = ""
         in_clear = os.environ.get("BATON_CLUSTER_SECRET_IN_CLEAR", "").lower() in ("1", "true", "yes", "on")
-        cluster = Cluster.load(NodeConfig(**named, cluster_secret_in_clear=in_clear))
-        return cls(dataclasses.replace(cluster, secret=secret or cluster.secret), Access.of(None, None))
+        cluster = ClusterCredentials.load(NodeConfig(**named, cluster_secret_in_clear=in_clear))
+        return cls(
+            dataclasses.replace(cluster, secret=secret or cluster.secret), ClientCredentials.of(None, None)
+        )
 
     def gateway(self, address: str) -> grpc.aio.Channel:
         """A channel to the gateway, with the client's and the deployment's credentials."""

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.cli.console import Answer, collect_async, run_command, write
+from baton.cli.console import StreamedAnswer, collect_async, run_command, write
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.generate import stats_table
 from baton.cli.up import check_workers, process_table
@@ -41,7 +41,7 @@ def questions(model: str) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 async def _demo(model: str, plan: DeploymentPlan, console: Console, baton: str) -> int:
-    answers: list[tuple[str, Answer]] = []
+    answers: list[tuple[str, StreamedAnswer]] = []
     async with Deployment(plan, console) as deployment:
         async with AsyncClient(deployment.address) as client:
             for name, shown, prompt in questions(model):

@@ -16,7 +16,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from baton.bench.machine import visible_gpus
-from baton.cli.fields import ROLES, as_flags
+from baton.cli.config_fields import ROLES, as_flags
 from baton.cli.local_secret import LocalSecret
 from baton.cli.progress import LogFolder, follow_logs, rotate_logs, start_progress
 from baton.cli.supervisor import SERVE, Child, Supervisor

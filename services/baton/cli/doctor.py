@@ -146,17 +146,17 @@ def _cuda_ipc() -> Check:
     """Exports memory of each GPU. Opening it, which takes another process, is not checked."""
     import torch
 
-    from baton.transport import TransportError, cuda
+    from baton.transport import TransportError, cuda_runtime
 
-    problem = cuda.problem()
+    problem = cuda_runtime.problem()
     if problem is not None:
         return Check("cuda_ipc", no_gpu(), f"{problem}; between GPUs pages travel over grpc")
     count = torch.cuda.device_count()
     for index in range(count):
-        cuda.use(torch.device("cuda", index))
+        cuda_runtime.use(torch.device("cuda", index))
         memory = torch.zeros(2**21, dtype=torch.uint8, device=f"cuda:{index}")
         try:
-            cuda.export_memory(memory.data_ptr())
+            cuda_runtime.export_memory(memory.data_ptr())
         except TransportError as error:
             return Check("cuda_ipc", "note", f"cuda:{index}: {error}; pages travel over grpc")
     torch.cuda.set_device(0)
@@ -189,13 +189,15 @@ def process_id(namespace: str, commands: Mapping[int, Sequence[str]]) -> Check:
     memory of a process with the same id in another namespace, and the first process of each has id 1."""
     if namespace == FIRST_PID_NAMESPACE:
         return Check("process ids", "ok", "unique: not in a container's PID namespace")
-    if "serve" in commands.get(1, ()) and "baton.cli.entry" not in commands[1]:
+    if "serve" in commands.get(1, ()) and "baton.cli.entrypoint" not in commands[1]:
         text = "the worker has process id 1, like those of other containers, which CUDA IPC refuses"
-        hint = "start it by 'python -Pm baton.cli.entry baton serve ...' as the images do; else grpc is used"
+        hint = (
+            "start it by 'python -Pm baton.cli.entrypoint baton serve ...', as images do; else grpc is used"
+        )
         return Check("process ids", "note", f"{text}; {hint}")
     workers = sorted(pid for pid, command in commands.items() if pid > 1 and "serve" in command)
     which = f"the worker's is {workers[0]}; " if workers else ""
-    text = f"{which}CUDA IPC needs different ids in different containers; baton.cli.entry chooses them"
+    text = f"{which}CUDA IPC needs different ids in different containers; baton.cli.entrypoint chooses them"
     return Check("process ids", "ok", text)
 
 
@@ -214,8 +216,8 @@ def ports() -> Iterator[Check]:
 
 def model() -> Iterator[Check]:
     """The models that need no download."""
-    from baton.checkpoint import PACKAGES, CheckpointError, resolve
     from baton.demo import model_path
+    from baton.model_path import PACKAGES, CheckpointError, resolve
 
     folder = model_path()
     weights = folder / "model.safetensors"
@@ -238,8 +240,8 @@ def served(
     """Whether a model can be served here, by whose code, and what it takes; `tp`: of each rank, too."""
     import torch
 
-    from baton.checkpoint import CheckpointError, resolve
-    from baton.layers.shard import Shard
+    from baton.layers.tensor_parallel import Shard
+    from baton.model_path import CheckpointError, resolve
     from baton.models.config import read_config
     from baton.models.loader import check_tensors, kv_shape, weight_bytes
     from baton.models.weight_plan import describe

@@ -16,7 +16,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.console import Answer, collect, explain, milliseconds, size, table, write
+from baton.cli.console import StreamedAnswer, collect, explain, milliseconds, size, table, write
 from baton.cli.options import fail, option, options
 from baton.cli.status import server_option
 from baton.client import BatonError, Client, Message, Options, Session, Stream
@@ -37,7 +37,7 @@ def given_options(sampling: dict[str, Any]) -> Options:
     return cast(Options, {name: value for name, value in sampling.items() if value not in (None, ())})
 
 
-def stats_table(answers: list[tuple[str, Answer]]) -> Table:
+def stats_table(answers: list[tuple[str, StreamedAnswer]]) -> Table:
     """A row for each request: latencies, tokens, and the pages pulled, with the transport (none if the decode
     node computed the prompt)."""
     rows = table("request", "TTFT", "TPOT", "prompt", "cached", "output", "pages", "bytes", "via")
@@ -104,7 +104,7 @@ def interrupt_closes(stream: Stream) -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def turn(session: Session, messages: list[Message], sampling: dict[str, Any]) -> Answer | None:
+def turn(session: Session, messages: list[Message], sampling: dict[str, Any]) -> StreamedAnswer | None:
     """Streams the answer; None if it was stopped. Raises BatonError."""
     stream = session.stream(messages=messages, **given_options(sampling))
     try:
@@ -117,7 +117,7 @@ def turn(session: Session, messages: list[Message], sampling: dict[str, Any]) ->
     return answer if answer.completion.stats is not None else None
 
 
-def _stats(answer: Answer) -> str:
+def _stats(answer: StreamedAnswer) -> str:
     usage = answer.usage
     latency = f"TTFT {milliseconds(answer.ttft)}, TPOT {milliseconds(answer.tpot)}"
     prompt = f"{usage.prompt_tokens} prompt tokens of which {usage.cached_tokens} cached"

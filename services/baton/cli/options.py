@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import click
 
-from baton.cli.fields import Field, fields_of, read_config
-from baton.cli.other_servers import NAMES, NOT_NEEDED
+from baton.cli.config_fields import Field, fields_of, read_config
+from baton.cli.flag_aliases import NAMES, NOT_NEEDED
 from baton.config import NodeConfig
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,8 +10,8 @@ import click
 from rich.console import Console
 
 from baton.cli.bench_options import Report, report_options
+from baton.cli.config_fields import fields_of, given
 from baton.cli.console import UNLIMITED, progress_bar, shown, table
-from baton.cli.fields import fields_of, given
 from baton.cli.options import (
     COUNT,
     SECONDS,
@@ -25,12 +25,12 @@ from baton.cli.options import (
 )
 from baton.config import DecodeConfig, PrefillConfig
 from baton.gateway.routing import POLICIES
-from baton.latency import Targets
-from baton.plan.nodes import Setup
-from baton.plan.profile import EngineFacts, Profile, read_profile, to_dict
-from baton.plan.search import Goal, Kinds, Plan, impossible, layout_results, search
-from baton.plan.simulation import Layout, Simulated, simulate
-from baton.plan.traffic import Lengths, Traffic, poisson, read_trace
+from baton.sizing.nodes import NodeSetup
+from baton.sizing.profile import EngineFacts, Profile, read_profile, to_dict
+from baton.sizing.search import Goal, Kinds, Plan, impossible, layout_results, search
+from baton.sizing.simulation import NodeLayout, Simulated, simulate
+from baton.sizing.traffic import Lengths, Traffic, poisson, read_trace
+from baton.slo import Targets
 
 WORKER = ("kv_tokens", "max_rows", "token_budget", "context_length")
 """Sizes that may differ from the measured engine's."""
@@ -46,7 +46,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    setup: Setup
+    setup: NodeSetup
     traffic: Traffic
     goal: Goal
     most: int
@@ -60,7 +60,7 @@ def run_search(plan_input: PlanInput, console: Console) -> Plan:
     with progress_bar(console, transient=True) as progress:
         bar = progress.add_task("", total=len(plan_input.traffic.arrivals))
 
-        def run(layout: Layout) -> Simulated:
+        def run(layout: NodeLayout) -> Simulated:
             progress.update(bar, description=f"simulating {layout}", completed=0)
             return simulate(
                 layout,
@@ -72,7 +72,7 @@ def run_search(plan_input: PlanInput, console: Console) -> Plan:
         return search(work, plan_input.goal, plan_input.most, run, plan_input.kinds)
 
 
-def setup_of(profile: Profile, values: dict[str, Any], routing: str) -> Setup:
+def setup_of(profile: Profile, values: dict[str, Any], routing: str) -> NodeSetup:
     """The profile's engine with the given sizes. Raises UsageError."""
     found = given(DecodeConfig, values)
     sizes = {name: found[name] for name in WORKER if found.get(name)}
@@ -86,11 +86,11 @@ def setup_of(profile: Profile, values: dict[str, Any], routing: str) -> Setup:
             f"--token-budget ({engine.token_budget}) must be at least {rows}, which is >= 1"
         )
     decode = DecodeConfig(**{name: found[name] for name in POLICY if name in found})
-    return Setup(replace(profile, engine=engine), PrefillConfig(), decode, routing)
+    return NodeSetup(replace(profile, engine=engine), PrefillConfig(), decode, routing)
 
 
 def traffic_of(
-    setup: Setup,
+    setup: NodeSetup,
     rate: float | None,
     prompt: Lengths | None,
     output: Lengths | None,

@@ -9,7 +9,7 @@ import secrets
 import click
 
 from baton.cli.console import explain, milliseconds
-from baton.cli.nodes import ask_deployment
+from baton.cli.node_reports import ask_deployment
 from baton.cli.options import fail, option
 from baton.cli.status import server_option
 from baton.client import BatonError, Client, Completion

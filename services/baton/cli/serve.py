@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from baton.cli.fields import ROLES, build
+from baton.cli.config_fields import ROLES, build
 from baton.cli.options import SectionedCommand, config_file_option, config_options
 from baton.config import WorkerConfig
 

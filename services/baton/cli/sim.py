@@ -127,7 +127,7 @@ def _describe(scenario: Scenario) -> list[str]:
 def _many(outcomes: Iterable[Outcome], total: int | None, start: int | None, bug: str) -> int:
     ends: Counter[str] = Counter()
     runs = failed = tokens = 0
-    with _Progress(total) as advance:
+    with _SeedProgress(total) as advance:
         for outcome in outcomes:
             runs += 1
             tokens += outcome.tokens
@@ -145,7 +145,7 @@ def _many(outcomes: Iterable[Outcome], total: int | None, start: int | None, bug
     return 1 if failed else 0
 
 
-class _Progress:
+class _SeedProgress:
     """A bar on a terminal, else a line every LINE_SECONDS; on stderr."""
 
     def __init__(self, total: int | None) -> None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton.cli.console import UNLIMITED, no_gateway
-from baton.cli.nodes import NodeReport, ask_deployment
+from baton.cli.node_reports import NodeReport, ask_deployment
 from baton.cli.options import fail, option
 from baton.cli.serve import DEFAULT_PORTS
 from baton.rpc.address import join_address, loopback

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from baton import cgroups
-from baton.cli.fields import variables
+from baton.cli.config_fields import variables
 from baton.rpc.address import join_address
 
 LAST_LINES = 8

@@ -42,7 +42,7 @@ def unknown_variables() -> Iterator[str]:
     strange = {name for name in given if not re.search(r"_SERVICE_|_PORT_\d|_PORT$|^BATON_TEST_", name)}
     if not strange:
         return
-    from baton.cli.fields import variables  # here: it takes tens of milliseconds
+    from baton.cli.config_fields import variables  # here: it takes tens of milliseconds
 
     known = variables() | CLIENT_VARIABLES
     parts = sorted(name.removeprefix("BATON_") for name in known)

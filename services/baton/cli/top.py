@@ -16,7 +16,7 @@ from rich.text import Text
 
 from baton.cli.console import UNLIMITED, no_gateway
 from baton.cli.credentials import brief
-from baton.cli.nodes import NodeReport, ask_deployment
+from baton.cli.node_reports import NodeReport, ask_deployment
 from baton.cli.options import fail, option
 from baton.cli.status import server_option, status_lines, wrong
 from baton.cli.trace import ask_traces, duration, in_order
@@ -25,22 +25,22 @@ from baton.v1 import trace_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TopSample:
     at: float
     reports: Sequence[NodeReport]
     traces: Sequence[trace_pb2.Trace]
     """The latest requests, by the gateways' own records."""
 
 
-async def sample(server: str, requests: int) -> Sample:
+async def sample(server: str, requests: int) -> TopSample:
     """Raises BatonError, or AioRpcError of the gateway."""
     reports = await ask_deployment(server)
     question = trace_pb2.GetTracesRequest(limit=requests, gateway_only=True)
     found, _ = await ask_traces(server, question)
-    return Sample(time.monotonic(), reports, in_order(found, question))
+    return TopSample(time.monotonic(), reports, in_order(found, question))
 
 
-def rates(before: Sample, now: Sample) -> str:
+def rates(before: TopSample, now: TopSample) -> str:
     """What gateways have finished and the model has computed meanwhile."""
     seconds = max(now.at - before.at, 1e-9)
 
@@ -74,7 +74,7 @@ def request_line(trace: trace_pb2.Trace) -> str:
     return f"{trace.id:<24} {times} {tokens:>14}  [{colour}]{escape(outcome)}[/]"
 
 
-def frame(before: Sample, now: Sample) -> Group:
+def frame(before: TopSample, now: TopSample) -> Group:
     lines = [f"[bold]{rates(before, now)}[/]", "", *status_lines(now.reports)]
     lines += [
         f"[red]{report.role} {escape(report.address)} {escape(text)}[/]"

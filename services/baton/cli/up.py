@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.bench.machine import DRIVER
+from baton.cli.config_fields import ROLES, fields_of, given, read_config
 from baton.cli.console import run_command
 from baton.cli.credentials import reachable
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.fields import ROLES, fields_of, given, read_config
 from baton.cli.options import (
     FRACTION,
     HOSTS,
@@ -84,7 +84,7 @@ model is not: a check takes seconds."""
 def fetch_model(name: str) -> Path:
     """Where the model is, which may be fetched from the hub; ends the command with one line if there is none.
     A download shows its progress once, here."""
-    from baton.checkpoint import CheckpointError, resolve
+    from baton.model_path import CheckpointError, resolve
 
     try:
         return resolve(name)
@@ -210,7 +210,7 @@ def _examples(address: str, http: str, model: str, gateway: Mapping[str, Any]) -
     return "\n".join(f"  {line}" for line in lines)
 
 
-class Output(Console):
+class UpConsole(Console):
     """Ignores that the reader of its output has gone."""
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -224,7 +224,7 @@ class Output(Console):
 
 async def _up(plan: DeploymentPlan, console: Console) -> int:
     async with Deployment(plan, console) as deployment:
-        from baton.checkpoint import model_name
+        from baton.model_path import model_name
 
         gateway = plan.settings["gateway"]
         own = model_name(plan.settings["tokenizer"].get("model", "demo"))
@@ -362,5 +362,5 @@ def up(
     check_port(plan.host, plan.port, "--port")
     check_port(plan.host, plan.http_port or 0, "--http-port")
     check_workers(settings, prefill_nodes)  # last: it takes seconds, and may fetch the model
-    console = Output()
+    console = UpConsole()
     run_command(lambda: _up(plan, console), interrupted=0)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.cli.console import Answer, collect_async, progress_bar, run_command, table
+from baton.cli.console import StreamedAnswer, collect_async, progress_bar, run_command, table
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import COUNT, PROCESS, SectionedCommand, config_options, option, options
 from baton.cli.up import check_workers, settings_by_role
@@ -46,7 +46,7 @@ def topic_text(name: str, characters: int) -> str:
 
 async def run_requests(
     client: AsyncClient, requests: Sequence[dict[str, Any]], concurrency: int, name: str, console: Console
-) -> list[Answer]:
+) -> list[StreamedAnswer]:
     """Answers in the order of the requests, which are arguments of AsyncClient.stream.
 
     If a request fails the others are cancelled; raises an ExceptionGroup of BatonError.
@@ -55,7 +55,7 @@ async def run_requests(
     with progress_bar(console) as progress:
         bar = progress.add_task(name, total=len(requests))
 
-        async def one(request: dict[str, Any]) -> Answer:
+        async def one(request: dict[str, Any]) -> StreamedAnswer:
             async with limit:
                 answer = await collect_async(client.stream(**request))
             progress.advance(bar)

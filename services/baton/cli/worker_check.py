@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-from baton.checkpoint import CheckpointError, resolve
-from baton.cli.fields import build
+from baton.cli.config_fields import build
 from baton.config import WorkerConfig
+from baton.model_path import CheckpointError, resolve
 from baton.models.config import read_config
 from baton.models.loader import check_tensors
 from baton.models.weight_plan import weight_plan

@@ -8,8 +8,8 @@ Errors are `BatonError` with `code`, `reason`, `message` and, where one is wrong
 package loads gRPC and nothing heavier.
 """
 
-from baton.client.aio import AsyncClient, AsyncSession, AsyncStream
-from baton.client.sync import Client, Session, Stream
+from baton.client.async_client import AsyncClient, AsyncSession, AsyncStream
+from baton.client.sync_client import Client, Session, Stream
 from baton.client.types import (
     DEFAULT_ADDRESS,
     Choice,

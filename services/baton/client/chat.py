@@ -10,7 +10,7 @@ from baton.client.types import Arguments, Message, Schema, Tool, ToolCall, ToolC
 from baton.rpc.errors import invalid
 from baton.v1 import tokenizer_pb2
 
-Tools = Sequence[Tool | type[Schema]]
+ToolArguments = Sequence[Tool | type[Schema]]
 
 _MODES = {
     "auto": tokenizer_pb2.ToolChoice.MODE_AUTO,
@@ -86,6 +86,6 @@ def _choose(choice: ToolChoice, chat: tokenizer_pb2.ChatPrompt) -> None:
         raise invalid("tool_choice", text)
 
 
-def tool_calls(calls: Iterable[tokenizer_pb2.ToolCall], tools: Tools) -> list[ToolCall]:
+def tool_calls(calls: Iterable[tokenizer_pb2.ToolCall], tools: ToolArguments) -> list[ToolCall]:
     models: dict[str, Any] = {tool.__name__: tool for tool in tools if not isinstance(tool, Mapping)}
     return [ToolCall(call.id, call.name, call.arguments, models.get(call.name)) for call in calls]

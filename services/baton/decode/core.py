@@ -7,55 +7,55 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
-from baton.decode.overload import OverloadControl
+from baton.decode.admission_control import AdmissionControl
 from baton.decode.prompt_routing import LOCAL_PREFILL_TOKENS, PromptRouting, Unroutable
-from baton.decode.recording import RequestRecording
+from baton.decode.request_recording import RequestRecording
 from baton.decode.suspects import SuspectTurns
 from baton.decode.types import (
     Admitted,
     DecodeCounters,
+    DecodeOutput,
     DecodeRequest,
-    Done,
-    Failed,
+    DoneOutput,
+    FailedOutput,
     Key,
-    Output,
     Peer,
-    Prompt,
-    Tokens,
+    PromptOutput,
+    TokensOutput,
 )
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
 from baton.engine.request import (
     ChunkEvent,
-    Event,
+    EngineEvent,
+    EngineRequest,
     FailedEvent,
     FinishedEvent,
     PromptEvent,
     Refused,
-    Request,
     Sequence,
     TokenEvent,
 )
-from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
+from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
 from baton.engine.step_stats import StepStats
-from baton.grammar.base import Grammar, GrammarBusy, GrammarError
-from baton.handoff.decode_side import DecodeSide
+from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
+from baton.handoff.fetch import DecodeSide
 from baton.handoff.messages import AttemptName, DecodeEffect, HandoffNames, PrefillOutput, ReleaseLease
-from baton.kvcache import KvCache
+from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
-from baton.tracing.recorder import TOKENS_EVERY, Kind, Recorder
+from baton.tracing.recorder import TOKENS_EVERY, EventKind, Recorder
 
-Flush = Callable[[int, list[tuple[Hashable, Output]], list[DecodeEffect]], None]
+DecodeFlush = Callable[[int, list[tuple[Hashable, DecodeOutput]], list[DecodeEffect]], None]
 
 
 @dataclass(slots=True, eq=False)
 class DecodeCore:
     """Driven by a step loop; `flush_to` passes outputs and effects to the shell."""
 
-    cache: KvCache
+    cache: KvCacheManager
     scheduling: SchedulerConfig
     config: DecodeConfig
-    flush_to: Flush
+    flush_to: DecodeFlush
     observe: Callable[[], None] = lambda: None
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
     page_bytes: int = 0
@@ -67,12 +67,12 @@ class DecodeCore:
     handoffs: DecodeSide = field(init=False)
     routing: PromptRouting = field(init=False)
     suspects: SuspectTurns = field(init=False)
-    _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
-    _admitted: list[tuple[Hashable, Output]] = field(default_factory=list)
+    _outputs: list[tuple[Hashable, DecodeOutput]] = field(default_factory=list)
+    _admitted: list[tuple[Hashable, DecodeOutput]] = field(default_factory=list)
     """Apart from the outputs: no launch waits for them (`pressing`)."""
     _names: HandoffNames = field(default_factory=HandoffNames)
     _now: float = 0.0
-    overload: OverloadControl = field(init=False)
+    overload: AdmissionControl = field(init=False)
     recording: RequestRecording = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class DecodeCore:
             record=self.recording.pulled,
         )
         self.routing = PromptRouting(self.config, self.peers, self.unfinished, self.scheduler, self.handoffs)
-        self.overload = OverloadControl(self.scheduler)
+        self.overload = AdmissionControl(self.scheduler)
         self.suspects = SuspectTurns(lambda *turn: self._outputs.append(turn))
 
     @property
@@ -137,7 +137,7 @@ class DecodeCore:
         key: Key,
         gateway: int,
         attempt: int,
-        request: Request,
+        request: EngineRequest,
         candidates: tuple[str, ...],
         now: float,
         local_tokens: int | None = None,
@@ -164,7 +164,7 @@ class DecodeCore:
         for address in candidates:
             self.peers.setdefault(address, Peer(up=False, since=now))
 
-    def compiled(self, key: Key, request: Request, outcome: Grammar | GrammarError) -> None:
+    def compiled(self, key: Key, request: EngineRequest, outcome: CompiledGrammar | GrammarError) -> None:
         """Its grammar, or why there is none. The request may have ended meanwhile."""
         state = self.unfinished.get(key)
         if state is None or state.request is not request:
@@ -209,7 +209,7 @@ class DecodeCore:
 
     def receive(self, address: str, messages: Iterable[PrefillOutput], now: float) -> None:
         """What a prefill node says; nothing but that its step thread is alive, perhaps."""
-        self.handoffs.hear(address, now)
+        self.handoffs.note_alive(address, now)
         for message in messages:
             self.handoffs.receive(address, message, now)
 
@@ -284,7 +284,7 @@ class DecodeCore:
             self.flush_to(step, outputs, effects)
         self.observe()
 
-    def _take_event(self, state: DecodeRequest, event: Event, first_tokens: list[float]) -> None:
+    def _take_event(self, state: DecodeRequest, event: EngineEvent, first_tokens: list[float]) -> None:
         """Adds to `first_tokens` the seconds that the first token of a request took."""
         caller, number = state.key.caller, state.key.request
         if isinstance(event, TokenEvent):
@@ -294,50 +294,50 @@ class DecodeCore:
                 self.overload.output.add(event.sequence.num_output)
             state.output_tokens += 1
             if not state.output_tokens % TOKENS_EVERY:
-                self.recording.add(state, Kind.TOKENS, state.output_tokens)
+                self.recording.add(state, EventKind.TOKENS, state.output_tokens)
             self.suspects.token(state)
             self.counters.output_tokens += 1
             index = event.sequence.index
-            tokens = Tokens(number, state.attempt, index, event.token, event.logprobs, event.finish)
+            tokens = TokensOutput(number, state.attempt, index, event.token, event.logprobs, event.finish)
             self._outputs.append((caller, tokens))
         elif isinstance(event, PromptEvent):
             cached = state.request.cached_tokens or 0
             self.counters.cached_tokens += cached
             asked = state.request.params.prompt_logprobs is not None
             logprobs = tuple(state.request.prompt_logprobs) if asked else None
-            self._outputs.append((caller, Prompt(number, state.attempt, cached, logprobs)))
+            self._outputs.append((caller, PromptOutput(number, state.attempt, cached, logprobs)))
         elif isinstance(event, FinishedEvent):
             self.counters.finished += 1
             self._remove(state)
             state.enter("", self.recorder.clock())
             self.recording.ended(state, "finished")
             stats = state.stats(self.peers.get(state.address))
-            self._outputs.append((caller, Done(number, state.attempt, stats)))
+            self._outputs.append((caller, DoneOutput(number, state.attempt, stats)))
         elif isinstance(event, FailedEvent) and event.reason == "STEP_FAILED":
             self._fail(state, *state.step_failed(event.reason, event.message))
         elif isinstance(event, FailedEvent):
             self._fail(state, "INTERNAL", event.reason, event.message)
 
-    def _scheduled(self, request: Request, kind: Kind, number: int, step: int) -> None:
+    def _scheduled(self, request: EngineRequest, kind: EventKind, number: int, step: int) -> None:
         """The scheduler has done something to a request."""
         state = self.unfinished.get(request.key)  # type: ignore[call-overload]
         if state is None:
             return
         self.recording.add(state, kind, number, step=step)
-        if state.announce and kind is Kind.ADMITTED:
+        if state.announce and kind is EventKind.ADMITTED:
             state.announce = False  # a retracted request is admitted again
             self._admitted.append((state.key.caller, Admitted(state.key.request, state.attempt)))
 
     # --- where prompts are computed ---------------------------------------------------------------------
 
-    def _route(self, leader: Sequence, uncached: int) -> Route:
+    def _route(self, leader: Sequence, uncached: int) -> PromptRoute:
         state = self._state(leader)
         state.admitted = self._now - self.step_stats.stalled
         try:
             return self.routing.route(leader, uncached, self._now)
         except Unroutable as end:
             self._fail(state, end.code, end.reason, end.message)
-            return Route.DEFER
+            return PromptRoute.DEFER
 
     def _name(self, leader: Sequence, address: str) -> AttemptName:
         state = self._state(leader)
@@ -350,7 +350,7 @@ class DecodeCore:
 
     def _handoff_failed(self, leader: Sequence, address: str, reason: str, message: str) -> None:
         state = self._state(leader)
-        self.recording.add(state, Kind.RETRIED, text=reason)
+        self.recording.add(state, EventKind.RETRIED, text=reason)
         state.handoff_failed(address, reason, message)
 
     def _state(self, leader: Sequence) -> DecodeRequest:
@@ -363,11 +363,11 @@ class DecodeCore:
         may be the cause. Changes nothing else, because the state cannot be relied on."""
         scheduler = self.scheduler
         waiting = {each.request for each in scheduler.waiting if not scheduler.in_flight(each)}
-        failed: list[tuple[Hashable, Output]] = []
+        failed: list[tuple[Hashable, DecodeOutput]] = []
         for state in self.unfinished.values():
             if state.request not in waiting:
                 words = state.step_failed("NODE_FAILED", message)
-                failed.append((state.key.caller, Failed(state.key.request, state.attempt, *words)))
+                failed.append((state.key.caller, FailedOutput(state.key.request, state.attempt, *words)))
         self.flush_to(0, failed, [])
 
     def _remove(self, state: DecodeRequest) -> None:
@@ -392,5 +392,5 @@ class DecodeCore:
             self.counters.failed += 1
         self.recording.ended(state, reason if code != "CANCELLED" else "cancelled")
         retry_ms = math.ceil(1000 * retry) if retry is not None else None
-        failed = Failed(state.key.request, state.attempt, code, reason, message, field, retry_ms)
+        failed = FailedOutput(state.key.request, state.attempt, code, reason, message, field, retry_ms)
         self._outputs.append((state.key.caller, failed))

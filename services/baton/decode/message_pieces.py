@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from baton.rpc.message_size import MAX_ANSWER_BYTES, PIECE_BYTES, cut
-from baton.rpc.streams import byte_size
+from baton.rpc.outbox import byte_size
 from baton.v1 import common_pb2, decode_pb2
 
 TOKENS_PER_PIECE = PIECE_BYTES // 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.handoff.messages import (
     AttemptName,
     CancelPrefill,

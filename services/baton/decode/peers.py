@@ -11,7 +11,7 @@ import grpc
 from baton.config import DecodeConfig
 from baton.decode.messages import Positions, events_from, request_for
 from baton.decode.types import Peer
-from baton.handoff.decode_side import HEARTBEAT_SECONDS
+from baton.handoff.fetch import HEARTBEAT_SECONDS
 from baton.handoff.messages import AttemptName, Beat, CancelPrefill, DecodeEffect, StartPull, StopPull
 from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from baton.config import DecodeConfig
 from baton.decode.types import MAX_FAILED_STEPS, STEP_FAILURES, DecodeRequest, Key, Peer, repeated
 from baton.engine.request import Sequence
-from baton.engine.scheduler import Route, Scheduler
-from baton.handoff.decode_side import DecodeSide
+from baton.engine.scheduler import PromptRoute, Scheduler
+from baton.handoff.fetch import DecodeSide
 from baton.handoff.messages import AttemptName
 
 LOCAL_PREFILL_TOKENS = 32
@@ -47,7 +47,7 @@ class PromptRouting:
     """Hand-offs of unfinished requests that were given up and whose node (its address) has not answered, and
     until when the prompt waits for that."""
 
-    def route(self, leader: Sequence, uncached: int, now: float) -> Route:
+    def route(self, leader: Sequence, uncached: int, now: float) -> PromptRoute:
         """Chooses the first candidate, in the caller's order, that is connected and has not failed this
         request; else this node. Raises Unroutable."""
         state = self.unfinished[leader.request.key]  # type: ignore[index]
@@ -55,14 +55,14 @@ class PromptRouting:
         if state.request.failed_steps >= MAX_FAILED_STEPS:
             raise Unroutable("INTERNAL", "REPEATED_STEP_FAILURE", repeated(state.last_failure))
         if any(each is state and now < until for each, _, until in self.given_up.values()):
-            return Route.DEFER
+            return PromptRoute.DEFER
         if state.request.suspect:
-            return Route.LOCAL  # it ends one process at most
+            return PromptRoute.LOCAL  # it ends one process at most
         busy = self._busy_with(state)
         if busy not in state.left:
             busy = ""
         if not state.candidates or (uncached <= state.local_tokens and not busy):
-            return Route.LOCAL
+            return PromptRoute.LOCAL
         connecting = False
         for address in sorted(state.left, key=lambda address: address != busy):
             peer = self.peers[address]
@@ -70,12 +70,12 @@ class PromptRouting:
                 continue
             if peer.up and address not in self.handoffs.overdue:
                 if self.scheduler.in_flight(leader):
-                    return Route.DEFER
+                    return PromptRoute.DEFER
                 state.address = self.chosen[leader] = address
-                return Route.REMOTE
+                return PromptRoute.REMOTE
             connecting = connecting or now - peer.since < CONNECT_SECONDS
         if connecting:
-            return Route.DEFER
+            return PromptRoute.DEFER
         prompts = (s for s in self.scheduler.prompts if s.request.pooling is None)
         fallbacks = (s.missing for s in prompts if self.unfinished[s.request.key].fallback)  # type: ignore[index]
         under_way = sum(fallbacks)
@@ -86,7 +86,7 @@ class PromptRouting:
             code = "UNAVAILABLE" if state.step_failure else "RESOURCE_EXHAUSTED"
             raise Unroutable(code, state.step_failure or "NO_PREFILL_NODE", message)
         state.fallback = True
-        return Route.LOCAL
+        return PromptRoute.LOCAL
 
     def _busy_with(self, state: DecodeRequest) -> str:
         """Address of a prefill node that may have the prompt in a step: of another choice, or of a hand-off

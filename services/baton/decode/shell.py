@@ -9,13 +9,13 @@ from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore
 from baton.decode.peers import PrefillLink, PrefillPeer, PrefillPeers
 from baton.decode.stream import DecodeStream, add_output
-from baton.decode.types import Key, Output
-from baton.engine.request import Request
+from baton.decode.types import DecodeOutput, Key
+from baton.engine.request import EngineRequest
 from baton.handoff.messages import DecodeEffect
-from baton.kvcache import KvCache
+from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, invalid, unavailable
 from baton.rpc.validate import check_token_ids
-from baton.tracing.recorder import Kind
+from baton.tracing.recorder import EventKind
 from baton.v1 import decode_pb2, node_pb2
 from baton.worker.convert import check_start, delivered_from, request_from, sampling_from
 from baton.worker.shell import WorkerShell
@@ -29,7 +29,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
     messages: int = 0
     """Sent to callers by steps."""
 
-    def make_core(self, cache: KvCache) -> DecodeCore:
+    def make_core(self, cache: KvCacheManager) -> DecodeCore:
         config = self.config
         scheduling = replace(
             self.limits(),
@@ -62,11 +62,13 @@ class DecodeShell(WorkerShell[DecodeCore]):
 
     # --- what the core has decided ----------------------------------------------------------------------
 
-    def _flush(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
+    def _flush(
+        self, step: int, outputs: list[tuple[Hashable, DecodeOutput]], effects: list[DecodeEffect]
+    ) -> None:
         self.post(self._deliver, step, outputs, effects)
 
     def _deliver(
-        self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]
+        self, step: int, outputs: list[tuple[Hashable, DecodeOutput]], effects: list[DecodeEffect]
     ) -> None:
         messages: dict[Hashable, decode_pb2.StepEvents] = {}
         for caller, output in outputs:
@@ -101,7 +103,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
     def drop(self, stream: DecodeStream) -> None:
         self.steps.call(lambda core, _: core.caller_gone(stream))
 
-    def obey(self, command: decode_pb2.GenerateCommand, caller: DecodeStream) -> None:
+    def handle_command(self, command: decode_pb2.GenerateCommand, caller: DecodeStream) -> None:
         kind = command.WhichOneof("kind")
         if kind == "start":
             self._start(command.start, caller)
@@ -149,7 +151,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
         trace = ""
         if start.traceparent:
             trace = self.recorder.begin_span(*name, operation="decode", traceparent=start.traceparent)
-        self.recorder.add(Kind.RECEIVED, *name)
+        self.recorder.add(EventKind.RECEIVED, *name)
         try:
             self.peers.check_room(start.prefill)
             if self.draining:
@@ -160,7 +162,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
             delivered = delivered_from(start, n, info.context_length)
         except BatonError as error:
             caller.refuse(start.request, start.attempt, error)
-            self.recorder.add(Kind.ENDED, *name, text=error.reason)
+            self.recorder.add(EventKind.ENDED, *name, text=error.reason)
             return
         room = max(1, info.context_length - len(start.token_ids) + start.delivered)
         params = sampling_from(start.sampling, info.eos_token_ids, room)
@@ -191,7 +193,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
         if caller.runs(begin.request, begin.attempt):
             self.steps.call(begun)
 
-    def _compile(self, key: Key, request: Request) -> None:
+    def _compile(self, key: Key, request: EngineRequest) -> None:
         if request.params.grammar is not None:
             self.compile_grammar(
                 request.params.grammar,

@@ -10,9 +10,17 @@ from collections.abc import AsyncIterator, Set
 from google.rpc import status_pb2
 
 from baton.decode.message_pieces import add_prompt, pieces
-from baton.decode.types import Admitted, Done, Failed, Output, Prompt, Tokens, Turn
+from baton.decode.types import (
+    Admitted,
+    DecodeOutput,
+    DoneOutput,
+    FailedOutput,
+    PromptOutput,
+    TokensOutput,
+    Turn,
+)
 from baton.rpc.errors import BatonError, not_found, to_status
-from baton.rpc.streams import Outbox, byte_size
+from baton.rpc.outbox import Outbox, byte_size
 from baton.rpc.tasks import wait_at_most
 from baton.v1 import decode_pb2
 from baton.worker.caller_stream import CallerStream
@@ -168,9 +176,9 @@ def split(message: decode_pb2.StepEvents, requests: Set[int]) -> decode_pb2.Step
     return rest
 
 
-def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) -> None:
+def add_output(message: decode_pb2.StepEvents, output: DecodeOutput, page_bytes: int) -> None:
     """Appends an output of the core to a message."""
-    if isinstance(output, Tokens):
+    if isinstance(output, TokensOutput):
         delta = message.tokens.add(
             request=output.request, attempt=output.attempt, choice=output.choice, token_ids=[output.token]
         )
@@ -179,7 +187,7 @@ def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) 
         if output.finish is not None:
             delta.finish_reason = FINISH_REASONS[output.finish]
         return
-    if isinstance(output, Prompt):
+    if isinstance(output, PromptOutput):
         logprobs = prompt_logprobs_to(output.logprobs)
         add_prompt(message, output.request, output.attempt, output.cached_tokens, logprobs)
         return
@@ -188,12 +196,12 @@ def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) 
         event.admitted.SetInParent()
     elif isinstance(output, Turn):
         event.turn.SetInParent()
-    elif isinstance(output, Done):
+    elif isinstance(output, DoneOutput):
         event.finished.stats.CopyFrom(output.stats)
         event.finished.stats.pulled_bytes = output.stats.pulled_pages * page_bytes
-    elif isinstance(output, Failed):
+    elif isinstance(output, FailedOutput):
         event.failed.CopyFrom(_status(output))
 
 
-def _status(failed: Failed) -> status_pb2.Status:
+def _status(failed: FailedOutput) -> status_pb2.Status:
     return status_of(failed.code, failed.reason, failed.message, failed.field, failed.retry_after_ms)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from baton.decode.types import DecodeRequest, Turn
-from baton.engine.request import Request
+from baton.engine.request import EngineRequest
 
 PROVEN_TOKENS = 8
 """A request that has received this many tokens since a step with it failed is not the cause. More than 1: a
@@ -27,7 +27,7 @@ class SuspectTurns:
             self._current = state
             self.tell(state.key.caller, Turn(state.key.request, state.attempt))
 
-    def begin(self, state: DecodeRequest | None) -> Request | None:
+    def begin(self, state: DecodeRequest | None) -> EngineRequest | None:
         """The caller has noted its turn. Returns what begins; None: the request has no turn, or has begun."""
         if state is None or state is not self._current or not state.request.held:
             return None

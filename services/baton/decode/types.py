@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from baton.engine.plan import Logprobs
-from baton.engine.request import FinishReason, Request
-from baton.tracing.recorder import Kind
+from baton.engine.request import EngineFinishReason, EngineRequest
+from baton.tracing.recorder import EventKind
 from baton.v1 import decode_pb2
 
 
@@ -33,12 +33,12 @@ class Peer:
 
 
 PHASES = {
-    Kind.QUEUED: "queue",
-    Kind.ADMITTED: "prefill",
-    Kind.FIRST_TOKEN: "pull",
-    Kind.RUNNING: "decode",
-    Kind.RETRACTED: "queue",
-    Kind.RETRIED: "queue",
+    EventKind.QUEUED: "queue",
+    EventKind.ADMITTED: "prefill",
+    EventKind.FIRST_TOKEN: "pull",
+    EventKind.RUNNING: "decode",
+    EventKind.RETRACTED: "queue",
+    EventKind.RETRIED: "queue",
 }
 """What a request does after an event."""
 
@@ -56,7 +56,7 @@ class DecodeRequest:
     key: Key
     gateway: int
     attempt: int
-    request: Request
+    request: EngineRequest
     candidates: tuple[str, ...]
     local_tokens: int
     """A prompt with at most this many uncached tokens is prefilled here."""
@@ -154,7 +154,7 @@ class DecodeCounters:
 
 
 @dataclass(slots=True)
-class Tokens:
+class TokensOutput:
     """Not frozen, for its number: see `engine.plan`."""
 
     request: int
@@ -162,7 +162,7 @@ class Tokens:
     choice: int
     token: int
     logprobs: Logprobs | None
-    finish: FinishReason | None
+    finish: EngineFinishReason | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptOutput:
     request: int
     attempt: int
     cached_tokens: int
@@ -191,7 +191,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class DoneOutput:
     """Terminal."""
 
     request: int
@@ -201,7 +201,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedOutput:
     """Terminal. `code` is the name of a gRPC status code."""
 
     request: int
@@ -213,4 +213,4 @@ class Failed:
     retry_after_ms: int | None = None
 
 
-Output = Admitted | Tokens | Prompt | Turn | Done | Failed
+DecodeOutput = Admitted | TokensOutput | PromptOutput | Turn | DoneOutput | FailedOutput

@@ -13,7 +13,7 @@ from baton.rpc.tasks import Tasks
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MembershipChange:
     """host:port of nodes, sorted."""
 
     joined: tuple[str, ...]
@@ -52,7 +52,7 @@ class Members:
         now: float,
         hold: float = 0.0,
         leaving: Collection[str] = (),
-    ) -> Change:
+    ) -> MembershipChange:
         """Takes a source's answer: all its nodes, and those that leave. now: seconds. If a source cannot
         answer, its last answer stays."""
         found = self._sources.setdefault(source, _Source())
@@ -62,7 +62,7 @@ class Members:
         found.missing_since = held | named
         known = frozenset(address for each in self._sources.values() for address in each.missing_since)
         before, self._known = self._known, known
-        return Change(tuple(sorted(known - before)), tuple(sorted(before - known)))
+        return MembershipChange(tuple(sorted(known - before)), tuple(sorted(before - known)))
 
 
 EXPIRE_SECONDS = 3.0
@@ -76,7 +76,11 @@ class Finder:
     added. `changed` is called on the event loop, first by `start` with the static list."""
 
     def __init__(
-        self, role: str, addresses: Sequence[str], etcd: Etcd | None, changed: Callable[[Change], None]
+        self,
+        role: str,
+        addresses: Sequence[str],
+        etcd: Etcd | None,
+        changed: Callable[[MembershipChange], None],
     ) -> None:
         """Raises BatonError that names the field of an address that is wrong."""
         self._role = role

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.request import Sequence
-from baton.kvcache import Holding
+from baton.kvcache import BlockTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Copy:
     """Pages, one a KV group, that a forked choice copies before its first row. `holding` owns the sources and
     is pinned."""
 
-    holding: Holding
+    holding: BlockTable
     sequence: Sequence
     pairs: tuple[tuple[int, int], ...]
     """Source and target."""
@@ -36,7 +36,7 @@ class Record:
 class Step:
     plan: StepPlan
     records: tuple[Record, ...]
-    pinned: tuple[Holding, ...]
+    pinned: tuple[BlockTable, ...]
     """To be unpinned when the step has retired."""
 
 
@@ -82,7 +82,7 @@ class StepBuilder:
         self._rows.append(row)
         self.records.append(Record(sequence, sequence.epoch, end, targets))
 
-    def build(self, copies: list[Copy], pinned: tuple[Holding, ...]) -> Step | None:
+    def build(self, copies: list[Copy], pinned: tuple[BlockTable, ...]) -> Step | None:
         """Returns the step and applies its changes to the sequences; None: there is nothing to compute."""
         if not self._rows and not copies:
             return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 
 from baton.engine.request import Sequence
-from baton.kvcache import KvCache
+from baton.kvcache import KvCacheManager
 
 
-class Slots:
+class BatchSlots:
     """Batch slots. A slot becomes free when the last step that uses it has retired (design rule 5)."""
 
     def __init__(self, count: int) -> None:
@@ -44,7 +44,7 @@ class Slots:
 class Reservations:
     """The sum of pages reserved and not yet taken."""
 
-    def __init__(self, cache: KvCache) -> None:
+    def __init__(self, cache: KvCacheManager) -> None:
         self._cache = cache
         self.total = 0
 

@@ -18,7 +18,7 @@ import torch
 from baton import cgroups
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan, StepResult
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 SIZES = ((4, 1), (32, 16))
 """(tokens, rows): steps of at most this many tokens use the number measured with this many rows."""

@@ -33,9 +33,9 @@ from baton.engine.grammar_masks import Masks, MaskStats
 from baton.engine.model_runner import add_pooled, pool_states
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.sampler import row_results
-from baton.kvcache.groups import places
-from baton.kvcache.pool import KvPool
-from baton.layers.transfer import Upload, to_device, to_host
+from baton.kvcache.kv_groups import places
+from baton.kvcache.kv_pool import KvPool
+from baton.layers.async_copy import Upload, to_device, to_host
 from baton.models.body import Step, make_body
 from baton.models.decoder import Decoder
 

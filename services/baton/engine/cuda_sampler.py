@@ -16,10 +16,10 @@ import torch
 
 from baton.engine.grammar_masks import GrammarMasks, Masks
 from baton.engine.plan import PlanRow, SlotInit
-from baton.engine.sampler import Samples, Slots, TokenLogprobs, forbidden_ends, token_logprobs
+from baton.engine.sampler import Samples, SlotIds, TokenLogprobs, forbidden_ends, token_logprobs
 from baton.engine.sampler_ops import row_keys
 from baton.engine.sampler_state import SlotStates
-from baton.layers.transfer import Upload, to_device, to_host
+from baton.layers.async_copy import Upload, to_device, to_host
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -39,7 +39,7 @@ class Edits:
     """Added to them: a bias, or -inf for tokens that min_tokens forbids."""
 
 
-def edits(states: SlotStates, slots: Slots, masked: Sequence[int] = ()) -> Edits:
+def edits(states: SlotStates, slots: SlotIds, masked: Sequence[int] = ()) -> Edits:
     """Edits of the sampled slots, in their order. In the rows `masked`, masks say what min_tokens
     forbids."""
     waiting = states.output_length[slots] < states.min_tokens[slots]
@@ -78,7 +78,7 @@ class CudaSampler:
         meanwhile."""
         return self.grammars.compute(slots, rows, forbidden_ends(self._states, slots, rows))
 
-    def simple(self, slots: Slots, positions: Ints) -> tuple[Floats, Ints] | None:
+    def simple(self, slots: SlotIds, positions: Ints) -> tuple[Floats, Ints] | None:
         """Temperatures (0: greedy) and generator states [slots] if these, and masks, are all that the slots'
         sampling depends on, for the caller to sample by; None, and nothing changed, if it takes more."""
         states = self._states
@@ -90,7 +90,7 @@ class CudaSampler:
     def sample(
         self,
         logits: torch.Tensor,
-        slots: Slots,
+        slots: SlotIds,
         positions: Ints,
         last_token: torch.Tensor,
         masks: Masks | None = None,
@@ -182,7 +182,7 @@ class CudaSampler:
         states.output_length[slots] += 1
         return result, self._report(logits, slots, result)
 
-    def _report(self, logits: torch.Tensor, slots: Slots, result: torch.Tensor) -> Samples:
+    def _report(self, logits: torch.Tensor, slots: SlotIds, result: torch.Tensor) -> Samples:
         samples = Samples(result[:, 0], result[:, 1].view(torch.float32), [])
         wanted = (self._states.logprobs[slots] >= 0).nonzero()[0]
         if wanted.size:

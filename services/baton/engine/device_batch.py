@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.plan import PlanRow
-from baton.kvcache.groups import GONE
+from baton.kvcache.kv_groups import NO_PAGE
 
 Ints = npt.NDArray[np.int64]
 Lane = npt.NDArray[np.int32]
@@ -149,7 +149,7 @@ class DeviceSlots:
                     first = len(was) if same and not whole else 0
                     fresh = pages[first : self._width]
                     entries += range(at + first, at + first + len(fresh))
-                    values += (self._spare if page == GONE else page for page in fresh)
+                    values += (self._spare if page == NO_PAGE else page for page in fresh)
                     at += self._width
             for other in row.sample:
                 if other != slot:
@@ -177,8 +177,8 @@ def _continues(known: tuple[int, ...], pages: tuple[int, ...]) -> bool:
     count = len(known)
     return pages[:count] == known or (
         len(pages) >= count
-        and GONE in pages
-        and all(new in (old, GONE) for old, new in zip(known, pages, strict=False))
+        and NO_PAGE in pages
+        and all(new in (old, NO_PAGE) for old, new in zip(known, pages, strict=False))
     )
 
 

@@ -36,7 +36,7 @@ class MaskStats:
 
 
 @dataclass(slots=True, eq=False)
-class Output:
+class ConstrainedOutput:
     """One sequence's output in a slot, and its matcher."""
 
     init: SlotInit
@@ -53,7 +53,7 @@ class Masks:
     """Grammar masks of one step. `rows`, indices into the sampled slots, ascending."""
 
     rows: list[int]
-    outputs: list[Output]
+    outputs: list[ConstrainedOutput]
     host: torch.Tensor
     """int32 [rows, words], pinned where a device needs it so; all bits set where there is an error."""
     errors: dict[int, str]
@@ -119,7 +119,7 @@ class GrammarMasks:
         self._pinned = pinned
         self.stats = MaskStats()
         self._words = -(-vocab_size // 32)
-        self._outputs: dict[int, Output] = {}
+        self._outputs: dict[int, ConstrainedOutput] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._typical = 0.0
         """Seconds of a mask on a processor, in the last step."""
@@ -128,7 +128,7 @@ class GrammarMasks:
         if init.grammar is None:
             self._outputs.pop(init.slot, None)
         else:
-            self._outputs[init.slot] = Output(init, tokens=list(init.output))
+            self._outputs[init.slot] = ConstrainedOutput(init, tokens=list(init.output))
 
     def constrained(self, slots: Iterable[int]) -> list[int]:
         """Indices of the slots that have a grammar."""
@@ -188,7 +188,7 @@ class GrammarMasks:
         )
 
 
-def _fill(outputs: Sequence[Output], words: Words) -> dict[int, GrammarError]:
+def _fill(outputs: Sequence[ConstrainedOutput], words: Words) -> dict[int, GrammarError]:
     """Why rows could not be filled."""
     matchers: list[Matcher] = []
     tokens: list[list[int]] = []

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.engine.plan import Runner, SlotInit, StepPlan, step_load
-from baton.engine.sampling import SamplingParams
-from baton.engine.startup_steps import StepLimits
-from baton.kvcache import KvCache, OutOfPages
-from baton.stepcost import CostCalibration, StepLoad, chunk_pairs
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.warmup import StepLimits
+from baton.kvcache import KvCacheManager, OutOfPages
+from baton.step_cost import CostCalibration, StepLoad, chunk_pairs
 
 FIRST_SECONDS = 5.0
 """After the start: the other processes of a deployment are ready by then."""
@@ -33,7 +33,7 @@ class IdleSteps:
     """`turn` is called in the step thread, with no step in flight and no request in the node."""
 
     def __init__(
-        self, runner: Runner[Any], limits: StepLimits, cache: KvCache, clock: Callable[[], float]
+        self, runner: Runner[Any], limits: StepLimits, cache: KvCacheManager, clock: Callable[[], float]
     ) -> None:
         self._runner = runner
         self._limits = limits

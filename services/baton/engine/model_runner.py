@@ -13,17 +13,17 @@ from baton.attention.base import AttentionBackend, AttentionRow
 from baton.engine.grammar_masks import Masks, MaskStats
 from baton.engine.plan import Logprobs, PlanRow, Pooling, RowResult, StepPlan, StepResult
 from baton.engine.sampler import BAD_LOGITS, Sampler, Samples, TokenLogprobs, row_results, token_logprobs
-from baton.kvcache.groups import places
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_groups import places
+from baton.kvcache.kv_pool import KvPool
 from baton.layers.forward_batch import ForwardBatch
-from baton.models.decoder import Model
+from baton.models.decoder import LanguageModel
 
 _LOGITS_ROWS = 64
 """Prompt log-probabilities are computed for this many positions at a time, to bound their memory."""
 
 
 @dataclass(slots=True)
-class Flight:
+class LaunchedStep:
     """A launched step: its results, and the rows they belong to."""
 
     number: int
@@ -43,7 +43,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         pool: KvPool,
         *,
         max_slots: int,
@@ -76,7 +76,7 @@ class ModelRunner:
         return MaskStats() if self._sampler is None else self._sampler.grammars.stats
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Flight:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueues the step; on a CPU, computes it."""
         if plan.copies:
             self._copy(plan.copies)
@@ -86,7 +86,7 @@ class ModelRunner:
             if init.last_token is not None:
                 self._last_token[init.slot] = init.last_token
         if not plan.rows:
-            return Flight(plan.number, (), None, {}, event=self._recorded())
+            return LaunchedStep(plan.number, (), None, {}, event=self._recorded())
         # Rows of one token first, so that each backend sees consecutive tokens.
         order = sorted(range(len(plan.rows)), key=lambda i: plan.rows[i].count > 1)
         rows = [plan.rows[i] for i in order]
@@ -106,7 +106,7 @@ class ModelRunner:
             for i, row, end in zip(order, rows, ends, strict=True)
             if row.pooling is not None and self._sampler is not None
         }
-        return Flight(plan.number, plan.rows, samples, prompts, pooled, self._recorded())
+        return LaunchedStep(plan.number, plan.rows, samples, prompts, pooled, self._recorded())
 
     def hidden_states(self, row: PlanRow) -> torch.Tensor:
         """Computes one row of tokens: final hidden states [tokens, hidden]."""
@@ -221,10 +221,10 @@ class ModelRunner:
                 found.append(token_logprobs(logits, wanted, row.prompt_top))
         return found
 
-    def done(self, flight: Flight) -> bool:
+    def done(self, flight: LaunchedStep) -> bool:
         return flight.event is None or bool(flight.event.query())  # type: ignore[no-untyped-call]
 
-    def read(self, flight: Flight) -> StepResult:
+    def read(self, flight: LaunchedStep) -> StepResult:
         """Waits for the step and copies its tokens to the host."""
         if flight.event is not None:
             flight.event.synchronize()

@@ -21,9 +21,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.sampling import SamplingParams
-from baton.grammar.base import Grammar
-from baton.stepcost import StepLoad, chunk_pairs
+from baton.engine.sampling_params import SamplingParams
+from baton.grammar.base import CompiledGrammar
+from baton.step_cost import StepLoad, chunk_pairs
 
 Vector = npt.NDArray[np.float32]
 
@@ -51,7 +51,7 @@ class SlotInit:
     """Tokens sampled so far; likewise."""
     last_token: int | None = None
     """The slot's last token, if the next row reads it from the slot."""
-    grammar: Grammar | None = None
+    grammar: CompiledGrammar | None = None
     """params.grammar, compiled. The only part that is no plain data: to be serialized as params.grammar."""
 
 
@@ -69,8 +69,8 @@ class PlanRow:
     start: int
     """Position of the first input token."""
     tables: tuple[tuple[int, ...], ...]
-    """The page table of each KV group, long enough for start + count tokens; may be longer. GONE (-1) stands
-    for pages that this row does not see."""
+    """The page table of each KV group, long enough for start + count tokens; may be longer. NO_PAGE (-1)
+    stands for pages that this row does not see."""
     sample: tuple[int, ...] = ()
     """Slots that each sample a next token from the last position's logits, with the parameters and seed they
     were initialized with. One for a decode row or a prompt's last chunk, n for n choices, none otherwise.

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.engine.plan import Logprobs, Pooling, Vector
-from baton.engine.sampling import SamplingParams
-from baton.grammar.base import Grammar
-from baton.kvcache import Holding
-from baton.tracing.recorder import Kind
+from baton.engine.sampling_params import SamplingParams
+from baton.grammar.base import CompiledGrammar
+from baton.kvcache import BlockTable
+from baton.tracing.recorder import EventKind
 
 
-class FinishReason(Enum):
+class EngineFinishReason(Enum):
     STOP = auto()
     LENGTH = auto()
 
 
-class Phase(Enum):
+class SequencePhase(Enum):
     WAITING = auto()
     """Queued; holds neither pages nor a slot."""
     HANDOFF = auto()
@@ -40,7 +40,7 @@ class Sequence:
     Invariant: retired <= computed <= len(tokens) + unread.
     """
 
-    request: Request
+    request: EngineRequest
     index: int
     tokens: list[int]
     """Prompt and the output read from the device so far."""
@@ -48,11 +48,11 @@ class Sequence:
     """While it waits: its tokens, as the prefix tree compares them."""
     match: tuple[int, int] | None = None
     """While it waits: KvCache.version, and how many of its pages were cached then."""
-    phase: Phase = Phase.WAITING
-    finish: FinishReason | None = None
+    phase: SequencePhase = SequencePhase.WAITING
+    finish: EngineFinishReason | None = None
     slot: int | None = None
     slot_ready: bool = False
-    holding: Holding | None = None
+    holding: BlockTable | None = None
     reserved: int = 0
     """Pages reserved at admission and not yet taken."""
     computed: int = 0
@@ -94,7 +94,7 @@ class Sequence:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class EngineRequest:
     """A prompt with its parameters."""
 
     key: Hashable
@@ -124,7 +124,7 @@ class Request:
     trace: str = ""
     """Trace context for the processes that are asked for a part of it; opaque here."""
     retractions: int = 0
-    grammar: Grammar | None = None
+    grammar: CompiledGrammar | None = None
     """params.grammar, compiled; until then the request is not admitted."""
     paused: bool = False
     """Its running sequences get no rows."""
@@ -144,7 +144,7 @@ class Request:
         self.held = self.suspect
         for index, output in enumerate(self.delivered or ((),) * self.n):
             sequence = Sequence(self, index, [*self.prompt, *(output or ())])
-            sequence.phase = Phase.WAITING if output is not None else Phase.ENDED
+            sequence.phase = SequencePhase.WAITING if output is not None else SequencePhase.ENDED
             self.sequences.append(sequence)
 
     @property
@@ -168,14 +168,14 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        return all(sequence.phase is Phase.ENDED for sequence in self.sequences)
+        return all(sequence.phase is SequencePhase.ENDED for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEvent:
     """The prompt is complete; comes before its first tokens."""
 
-    request: Request
+    request: EngineRequest
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class TokenEvent:
     sequence: Sequence
     token: int
     logprobs: Logprobs | None
-    finish: FinishReason | None
+    finish: EngineFinishReason | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +197,14 @@ class ChunkEvent:
 class FinishedEvent:
     """All choices have finished."""
 
-    request: Request
+    request: EngineRequest
 
 
 @dataclass(frozen=True, slots=True)
 class FailedEvent:
     """The engine could not continue the request."""
 
-    request: Request
+    request: EngineRequest
     reason: str
     message: str
 
@@ -213,18 +213,18 @@ class FailedEvent:
 class EmbeddedEvent:
     """A prompt is complete whose embedding was wanted, and has ended: `request.pooled` is final."""
 
-    request: Request
+    request: EngineRequest
 
 
-RecordEvent = Callable[[Request, Kind, int, int], None]
+RecordEvent = Callable[[EngineRequest, EventKind, int, int], None]
 """record(request, kind, number, step): what the recorder is to keep; baton.tracing says what it means."""
 
 
-def nothing(request: Request, kind: Kind, number: int, step: int) -> None:
+def nothing(request: EngineRequest, kind: EventKind, number: int, step: int) -> None:
     """A RecordEvent that keeps nothing."""
 
 
-Event = PromptEvent | TokenEvent | ChunkEvent | FinishedEvent | FailedEvent
+EngineEvent = PromptEvent | TokenEvent | ChunkEvent | FinishedEvent | FailedEvent
 
 
 class Refused(Exception):

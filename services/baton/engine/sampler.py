@@ -21,9 +21,9 @@ from baton.engine.grammar_masks import GrammarMasks, Masks
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit
 from baton.engine.sampler_ops import draw, penalize, row_keys, thresholds
 from baton.engine.sampler_state import SlotStates
-from baton.layers.transfer import to_device
+from baton.layers.async_copy import to_device
 
-Slots = npt.NDArray[np.int64]
+SlotIds = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Sampler:
     def sample(
         self,
         logits: torch.Tensor,
-        slots: Slots,
+        slots: SlotIds,
         positions: npt.NDArray[np.int64],
         pending: Future[Masks] | None = None,
     ) -> Samples:
@@ -127,9 +127,9 @@ class Sampler:
     def _special(
         self,
         logits: torch.Tensor,
-        slots: Slots,
-        positions: Slots,
-        special: Slots,
+        slots: SlotIds,
+        positions: SlotIds,
+        special: SlotIds,
         result: Samples,
         masks: Masks | None,
     ) -> None:
@@ -164,7 +164,7 @@ class Sampler:
             result.logprob_rows = special[wanted].tolist()
             result.logprobs = token_logprobs(unmodified, tokens[rows], max(result.wanted))
 
-    def _modify(self, logits: torch.Tensor, slots: Slots, masked: Slots) -> bool:
+    def _modify(self, logits: torch.Tensor, slots: SlotIds, masked: SlotIds) -> bool:
         """Applies penalties, bias and min_tokens, in place; says whether there were any. In the rows `masked`
         masks say what min_tokens forbids."""
         states = self._states
@@ -193,7 +193,7 @@ class Sampler:
             logits[row].index_fill_(0, self._to_device(np.array(states.stop_tokens[slots[row]])), -torch.inf)
         return bool(waiting.any() or penalized.size or biased.size)
 
-    def _draw(self, logits: torch.Tensor, slots: Slots, positions: Slots) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, slots: SlotIds, positions: SlotIds) -> torch.Tensor:
         states = self._states
         # Avoids 0 / 0: a temperature so small that float32 cannot hold the quotient counts as greedy.
         logits = logits - logits.amax(-1, keepdim=True)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from baton.engine.plan import SlotInit
-from baton.layers.transfer import to_device
+from baton.layers.async_copy import to_device
 
 
 class SlotStates:

@@ -16,22 +16,22 @@ from baton.engine.plan import Logprobs, Pooling, RowResult, StepResult
 from baton.engine.request import (
     ChunkEvent,
     EmbeddedEvent,
-    FinishReason,
-    Phase,
+    EngineFinishReason,
+    EngineRequest,
     PromptEvent,
     RecordEvent,
     Refused,
-    Request,
     Sequence,
+    SequencePhase,
     TokenEvent,
     nothing,
 )
 from baton.engine.scheduler_state import SchedulerState
-from baton.kvcache import KvCache
-from baton.tracing.recorder import Kind
+from baton.kvcache import KvCacheManager
+from baton.tracing.recorder import EventKind
 
 
-class Route(Enum):
+class PromptRoute(Enum):
     """Where an admitted prompt is computed."""
 
     LOCAL = auto()
@@ -71,13 +71,13 @@ class Scheduler(SchedulerState):
 
     def __init__(
         self,
-        cache: KvCache,
+        cache: KvCacheManager,
         config: SchedulerConfig,
-        route: Callable[[Sequence, int], Route] = lambda sequence, uncached: Route.LOCAL,
+        route: Callable[[Sequence, int], PromptRoute] = lambda sequence, uncached: PromptRoute.LOCAL,
         abandon: Callable[[Sequence], None] = lambda sequence: None,
-        may_admit: Callable[[Request], bool] = lambda request: True,
+        may_admit: Callable[[EngineRequest], bool] = lambda request: True,
         record: RecordEvent = nothing,
-        ask_turn: Callable[[Request], None] = lambda request: None,
+        ask_turn: Callable[[EngineRequest], None] = lambda request: None,
     ) -> None:
         if config.token_budget < config.max_rows:
             raise ValueError("token_budget must be at least max_rows")
@@ -94,7 +94,7 @@ class Scheduler(SchedulerState):
         """Tokens of a sequence in steps that have not retired, at most: two with overlap."""
         self._room = cache.longest(config.context_length, self._ahead)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Queues a request. Raises Refused when it could never run, or when too many wait."""
         config, room = self.config, self._room
         known = max(len(sequence.tokens) for sequence in request.sequences)
@@ -145,11 +145,11 @@ class Scheduler(SchedulerState):
                 continue
             if self._tries_other_suspect(request):
                 continue
-            if sequence.phase is Phase.WAITING and not self._try_admit(sequence, elsewhere):
+            if sequence.phase is SequencePhase.WAITING and not self._try_admit(sequence, elsewhere):
                 # No request overtakes one that lacks room: small requests must not starve a large one.
                 break
 
-    def _tries_other_suspect(self, request: Request) -> bool:
+    def _tries_other_suspect(self, request: EngineRequest) -> bool:
         """Whether the request waits for another one that may also have made a step fail: when the next step
         fails, at most one of them was in it."""
         admitted = (*self.prompts, *self.handoffs, *self.running) if request.failed_steps else ()
@@ -167,10 +167,10 @@ class Scheduler(SchedulerState):
         if request.wants_all_positions:
             cached = 0
         embeds = request.pooling is not None
-        route = Route.LOCAL if embeds else self._route(leader, known - cached * size)
-        if route is Route.DEFER or leader.phase is not Phase.WAITING:
+        route = PromptRoute.LOCAL if embeds else self._route(leader, known - cached * size)
+        if route is PromptRoute.DEFER or leader.phase is not SequencePhase.WAITING:
             return True
-        if elsewhere and route is Route.LOCAL:
+        if elsewhere and route is PromptRoute.LOCAL:
             return False
         margin = min(config.output_margin, request.params.max_tokens)
         if config.prompt_only or embeds:
@@ -182,7 +182,7 @@ class Scheduler(SchedulerState):
         spare = self.reservations.headroom
         if self.prompts or self.running or self.handoffs:
             spare -= config.watermark
-        if route is Route.REMOTE:
+        if route is PromptRoute.REMOTE:
             if spare < need:
                 return False
             self.place(leader, followers, need, None)
@@ -212,7 +212,7 @@ class Scheduler(SchedulerState):
         step = StepBuilder(self.step_number + 1)
         # In the order of rank: a retraction relies on its victim having no row yet.
         for sequence in list(self.running):
-            if sequence.phase is not Phase.RUNNING or not self._wants_token(sequence):
+            if sequence.phase is not SequencePhase.RUNNING or not self._wants_token(sequence):
                 continue
             if self.extend_or_retract(sequence, sequence.computed // size + 1):
                 step.add_decode(sequence)
@@ -220,14 +220,14 @@ class Scheduler(SchedulerState):
         for sequence, count in divide_budget(self.prompts, budget, size, config.full_step):
             if self.extend(sequence, self.rows(sequence.computed + count)):
                 step.add_chunk(sequence, count)
-                self.record(sequence.request, Kind.CHUNK_BEGUN, count, step.number)
+                self.record(sequence.request, EventKind.CHUNK_BEGUN, count, step.number)
             else:
                 short = True
         if short and not step.records and not self.copies and self._retract_prompt():
             return self.plan()
         copies, self.copies = self.copies, []
         # A choice that no longer runs has lost its pages: it cannot run again before this plan.
-        wanted = [copy for copy in copies if copy.sequence.phase is Phase.RUNNING]
+        wanted = [copy for copy in copies if copy.sequence.phase is SequencePhase.RUNNING]
         pinned = tuple(copy.holding for copy in copies)
         built = step.build(wanted, pinned)
         if built is None:
@@ -263,7 +263,7 @@ class Scheduler(SchedulerState):
         self.computed_tokens += step.plan.num_tokens
         for record, row in zip(step.records, result.rows, strict=True):
             sequence = record.sequence
-            if sequence.epoch != record.epoch or sequence.phase is Phase.ENDED:
+            if sequence.epoch != record.epoch or sequence.phase is SequencePhase.ENDED:
                 continue
             sequence.retired = record.end
             if row.error is not None:
@@ -273,7 +273,7 @@ class Scheduler(SchedulerState):
                         if each.holding is not None:
                             self.cache.withdraw(each.holding)
                 self.fail(sequence.request, row.reason, row.error)
-            elif sequence.phase is Phase.RUNNING:
+            elif sequence.phase is SequencePhase.RUNNING:
                 sequence.unread -= 1
                 self._take_token(sequence, row.tokens[0], row.logprobs[0] if row.logprobs else None)
                 if sequence.finish is not None:
@@ -281,7 +281,7 @@ class Scheduler(SchedulerState):
                 elif self.cache.has_windows:
                     self.drop_unseen(sequence)
             else:
-                self.record(sequence.request, Kind.CHUNK_ENDED, 0, step.plan.number)
+                self.record(sequence.request, EventKind.CHUNK_ENDED, 0, step.plan.number)
                 self._commit_chunk(record, row)
 
     def fail_step(self, step: Step, message: str) -> None:
@@ -332,7 +332,7 @@ class Scheduler(SchedulerState):
         request = leader.request
         if not request.reported:
             request.reported = True
-            self.record(request, Kind.FIRST_TOKEN, 0, 0)
+            self.record(request, EventKind.FIRST_TOKEN, 0, 0)
             self.events.append(PromptEvent(request))
         for sequence, (token, logprobs) in zip([leader, *leader.followers], tokens, strict=True):
             self._take_token(sequence, token, logprobs)
@@ -344,9 +344,9 @@ class Scheduler(SchedulerState):
         params = sequence.request.params
         if not self.config.prompt_only:
             if token in params.stop_token_ids:
-                sequence.finish = FinishReason.STOP
+                sequence.finish = EngineFinishReason.STOP
             elif sequence.num_read >= params.max_tokens:
-                sequence.finish = FinishReason.LENGTH
+                sequence.finish = EngineFinishReason.LENGTH
         self.events.append(TokenEvent(sequence, token, logprobs, sequence.finish))
 
     # --- hand-offs --------------------------------------------------------------------------------------

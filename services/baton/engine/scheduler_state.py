@@ -9,8 +9,9 @@ Queues, batch slots, page reservations and page tables change only in `Scheduler
          |  +---- place (elsewhere) ----> HANDOFF --- arrive --------+  |
          +------------- retract, requeue -----------+-------------------+
 
-Reservations are numbers, not pages: `KvCache.available` (free or evictable pages) never falls below the sum
-of all reservations, so an admitted prompt always finds its pages and two pools cannot deadlock on each other.
+Reservations are numbers, not pages: `KvCacheManager.available` (free or evictable pages) never falls below
+the sum of all reservations, so an admitted prompt always finds its pages and two pools cannot deadlock on
+each other.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from baton.engine.batch import Copy
-from baton.engine.capacity import Reservations, Slots
+from baton.engine.capacity import BatchSlots, Reservations
 from baton.engine.request import (
     EmbeddedEvent,
-    Event,
+    EngineEvent,
+    EngineRequest,
     FailedEvent,
     FinishedEvent,
-    Phase,
     RecordEvent,
-    Request,
     Sequence,
+    SequencePhase,
     nothing,
 )
 from baton.engine.waiting_queue import WaitingQueue
-from baton.kvcache import Holding, KvCache, OutOfPages
-from baton.tracing.recorder import Kind
+from baton.kvcache import BlockTable, KvCacheManager, OutOfPages
+from baton.tracing.recorder import EventKind
 
 
 class SchedulerState:
@@ -40,23 +41,23 @@ class SchedulerState:
 
     def __init__(
         self,
-        cache: KvCache,
+        cache: KvCacheManager,
         policy: str,
         max_rows: int,
         abandon: Callable[[Sequence], None],
         record: RecordEvent = nothing,
     ) -> None:
         self.cache = cache
-        self.slots = Slots(max_rows)
+        self.slots = BatchSlots(max_rows)
         self.reservations = Reservations(cache)
-        self.requests: dict[Hashable, Request] = {}
+        self.requests: dict[Hashable, EngineRequest] = {}
         self.waiting = WaitingQueue(policy, self.cached_pages)
         self.prompts: list[Sequence] = []
         self.running: list[Sequence] = []
         """In the order of their rank: see `extend_or_retract`."""
         self.handoffs: list[Sequence] = []
         self.copies: list[Copy] = []
-        self.events: list[Event] = []
+        self.events: list[EngineEvent] = []
         self.embedded: list[EmbeddedEvent | FailedEvent] = []
         """Ends of requests whose embedding was wanted; the others' are in `events`."""
         self.retractions = 0
@@ -70,25 +71,25 @@ class SchedulerState:
 
     # --- requests ---------------------------------------------------------------------------------------
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: EngineRequest) -> None:
         self._arrivals += 1
         request.order = self._arrivals
         request.forked = request.n == 1 or bool(request.delivered)
         self.requests[request.key] = request
-        self.record(request, Kind.QUEUED, len(request.sequences[0].tokens), 0)
+        self.record(request, EventKind.QUEUED, len(request.sequences[0].tokens), 0)
         for sequence in request.sequences if request.forked else request.sequences[:1]:
-            if sequence.phase is Phase.WAITING:
+            if sequence.phase is SequencePhase.WAITING:
                 self.waiting.add(sequence)
 
-    def close(self, request: Request) -> None:
+    def close(self, request: EngineRequest) -> None:
         """Ends the request wherever it is (cancelled, out of time, lease over); no event follows."""
         for sequence in request.sequences:
-            if sequence.phase is Phase.HANDOFF and sequence in self.handoffs:
+            if sequence.phase is SequencePhase.HANDOFF and sequence in self.handoffs:
                 self.abandon(sequence)
             self.end(sequence)
         self.forget(request)
 
-    def forget(self, request: Request) -> bool:
+    def forget(self, request: EngineRequest) -> bool:
         """All its sequences have ended. Removes their references to it, so that it is freed with its last
         reference and not by the garbage collector. Returns whether it had been submitted."""
         request.sequences.clear()
@@ -97,12 +98,12 @@ class SchedulerState:
             del self.requests[request.key]
         return submitted
 
-    def fail(self, request: Request, reason: str, message: str) -> None:
+    def fail(self, request: EngineRequest, reason: str, message: str) -> None:
         self.close(request)
         events = self.events if request.pooling is None else self.embedded
         events.append(FailedEvent(request, reason, message))
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[EngineEvent]:
         events, self.events = self.events, []
         return events
 
@@ -166,7 +167,7 @@ class SchedulerState:
         victim = max([*self.running, *self.prompts, *self.handoffs], key=lambda s: s.rank)
         self.retractions += 1
         victim.request.retractions += 1
-        self.record(victim.request, Kind.RETRACTED, victim.num_read, 0)
+        self.record(victim.request, EventKind.RETRACTED, victim.num_read, 0)
         self.requeue(victim)
         return victim
 
@@ -176,7 +177,7 @@ class SchedulerState:
         pages are then no longer promised."""
         assert sequence.holding is not None
         freed = self.cache.drop(sequence.holding, sequence.retired)
-        if freed and sequence.phase is not Phase.LEASED:
+        if freed and sequence.phase is not SequencePhase.LEASED:
             self.reservations.set(sequence, sequence.reserved + freed)
 
     def adopt_cached(self, sequence: Sequence, tokens: int) -> int:
@@ -211,7 +212,7 @@ class SchedulerState:
         for sequence in uncached:
             self.cache_prefix(sequence)
 
-    def retire(self, step: int, pinned: tuple[Holding, ...]) -> None:
+    def retire(self, step: int, pinned: tuple[BlockTable, ...]) -> None:
         """The step has retired: frees what it was the last to use."""
         self.cache_pending_prefixes()
         self.retired_step = step
@@ -223,7 +224,7 @@ class SchedulerState:
     # --- from one queue to another ----------------------------------------------------------------------
 
     def place(
-        self, leader: Sequence, followers: list[Sequence], reserved: int, holding: Holding | None
+        self, leader: Sequence, followers: list[Sequence], reserved: int, holding: BlockTable | None
     ) -> None:
         """Admits a waiting sequence and the choices that will fork from it. `reserved`: pages reserved.
         `holding`: the cached pages of a prompt computed here; None: it is computed elsewhere."""
@@ -235,15 +236,15 @@ class SchedulerState:
         self.reservations.set(leader, reserved)
         leader.followers = followers
         for sequence in (leader, *followers):
-            sequence.phase = Phase.HANDOFF if holding is None else Phase.PROMPT
+            sequence.phase = SequencePhase.HANDOFF if holding is None else SequencePhase.PROMPT
             sequence.slot = self.slots.take()
         (self.handoffs if holding is None else self.prompts).append(leader)
-        self.record(leader.request, Kind.ADMITTED, leader.computed, 0)
+        self.record(leader.request, EventKind.ADMITTED, leader.computed, 0)
 
     def requeue(self, leader: Sequence) -> None:
         """Takes an admitted sequence's pages and slot away and queues it to be admitted and computed
         again."""
-        if leader.phase is Phase.HANDOFF:
+        if leader.phase is SequencePhase.HANDOFF:
             self.abandon(leader)
         group = [leader, *leader.followers]
         if not leader.request.reported:
@@ -251,11 +252,11 @@ class SchedulerState:
         leader.request.pooled = None
         for sequence in group:
             self._vacate(sequence)
-            sequence.phase = Phase.WAITING
+            sequence.phase = SequencePhase.WAITING
         # Before the fork the followers are not scheduled.
         for sequence in group if leader.request.forked else [leader]:
             if sequence.finish is not None:
-                sequence.phase = Phase.ENDED
+                sequence.phase = SequencePhase.ENDED
             else:
                 self.waiting.add(sequence)
 
@@ -266,13 +267,13 @@ class SchedulerState:
         for sequence in (leader, *leader.followers):
             self._give_slot_back(sequence)
             self.reservations.set(sequence, 0)
-            sequence.phase = Phase.LEASED
+            sequence.phase = SequencePhase.LEASED
 
     def start_decoding(self, leader: Sequence, output_margin: int) -> None:
         """The prompt is computed and the first tokens are known: forks the followers, which take a share of
         the reservation for up to `output_margin` tokens each, and lets all choices run."""
-        (self.handoffs if leader.phase is Phase.HANDOFF else self.prompts).remove(leader)
-        self.record(leader.request, Kind.RUNNING, 0, 0)
+        (self.handoffs if leader.phase is SequencePhase.HANDOFF else self.prompts).remove(leader)
+        self.record(leader.request, EventKind.RUNNING, 0, 0)
         group = [leader, *leader.followers]
         prefix = leader.tokens[: leader.retired]
         if leader.followers:
@@ -284,7 +285,7 @@ class SchedulerState:
                 self._fork(leader, follower, prefix, output_margin)
         leader.followers = []
         if leader.finish is None:
-            leader.phase = Phase.RUNNING
+            leader.phase = SequencePhase.RUNNING
             self.running.append(leader)
         self.running.sort(key=lambda s: s.rank)
         self.end_finished(group)
@@ -293,7 +294,7 @@ class SchedulerState:
         """Gives the follower the shared full pages and a copy of the last, partial one."""
         assert leader.holding is not None
         full = len(prefix) // self.cache.page_size
-        follower.phase = Phase.RUNNING
+        follower.phase = SequencePhase.RUNNING
         namespace, position = leader.request.namespace, len(prefix)
         locked = self.cache.unlocked(prefix, namespace, full, position)
         if leader.holding.committed < full or locked > max(0, self.reservations.headroom):
@@ -328,19 +329,19 @@ class SchedulerState:
             self.events.append(FinishedEvent(request))
 
     def end(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.ENDED:
+        if sequence.phase is SequencePhase.ENDED:
             return
-        if sequence.phase is Phase.WAITING and sequence in list(self.waiting):
+        if sequence.phase is SequencePhase.WAITING and sequence in list(self.waiting):
             self.waiting.remove(sequence)
         self._vacate(sequence)
-        sequence.phase = Phase.ENDED
+        sequence.phase = SequencePhase.ENDED
 
     def _vacate(self, sequence: Sequence) -> None:
         for queue in (self.prompts, self.running, self.handoffs):
             if sequence in queue:
                 queue.remove(sequence)
         if sequence.holding is not None:
-            if sequence.phase is not Phase.HANDOFF and sequence.retired:
+            if sequence.phase is not SequencePhase.HANDOFF and sequence.retired:
                 self.cache_prefix(sequence)
             if sequence in self._uncached:
                 self._uncached.remove(sequence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.batch import Step
 from baton.engine.plan import step_load
-from baton.stepcost import CostCalibration
+from baton.step_cost import CostCalibration
 
 STEP_WEIGHT = 0.05
 """Weight of a new step in moving averages."""

@@ -16,14 +16,14 @@ import numpy as np
 
 from baton.engine.plan import Logprobs, PlanRow, RowResult, StepPlan, StepResult, step_load
 from baton.engine.sampler_ops import row_keys
-from baton.stepcost import StepCost
+from baton.step_cost import StepCost
 
 _ONE_TOKEN = RowResult((0,))
 """The result of most rows with a vocabulary of one; nobody changes it."""
 
 
 @dataclass(slots=True)
-class TimedFlight:
+class TimedLaunchedStep:
     plan: StepPlan
     ends: float
 
@@ -53,7 +53,7 @@ class TimedRunner:
         self._busy = 0.0
         """Seconds of all launched steps."""
 
-    def launch(self, plan: StepPlan) -> TimedFlight:
+    def launch(self, plan: StepPlan) -> TimedLaunchedStep:
         for init in plan.inits:
             self._seeds[init.slot] = init.seed
             wanted = init.params.logprobs is not None
@@ -61,17 +61,17 @@ class TimedRunner:
         seconds = self._cost.seconds(step_load(plan.rows)) if plan.rows else 0.0
         self._busy += seconds
         self._free = max(self._clock(), self._free) + seconds
-        return TimedFlight(plan, self._free)
+        return TimedLaunchedStep(plan, self._free)
 
     @property
     def busy(self) -> float:
         """Seconds in which the device has computed until now."""
         return self._busy - max(0.0, self._free - self._clock())
 
-    def done(self, flight: TimedFlight) -> bool:
+    def done(self, flight: TimedLaunchedStep) -> bool:
         return self._clock() >= flight.ends
 
-    def read(self, flight: TimedFlight) -> StepResult:
+    def read(self, flight: TimedLaunchedStep) -> StepResult:
         # Drawing tokens takes part of the step's time rather than time of its own.
         result = StepResult(flight.plan.number, tuple(self._result(row) for row in flight.plan.rows))
         left = flight.ends - self._clock()

@@ -29,15 +29,15 @@ from baton.config import GatewayConfig
 from baton.rpc.address import is_loopback, is_own_host
 from baton.rpc.authentication import (
     HEADER,
-    Cluster,
     ClusterAuthentication,
+    ClusterCredentials,
     bearer,
     read_metrics_token,
     read_private,
     read_public,
     same,
 )
-from baton.rpc.channel import Options
+from baton.rpc.channel import ChannelOptions
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unauthenticated
 from baton.rpc.http_server import opens
 from baton.rpc.logs import get_logger
@@ -220,7 +220,7 @@ class GatewayAuthentication(ClusterAuthentication):
     """Raises BatonError when made of files that cannot be used."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        super().__init__(Cluster.load(config))
+        super().__init__(ClusterCredentials.load(config))
         self._config = config
         self._local = is_loopback(config.host)
         self._tls = _read_tls(config)
@@ -278,7 +278,7 @@ class GatewayAuthentication(ClusterAuthentication):
     def credentials(self) -> grpc.ServerCredentials | None:
         return grpc.ssl_server_credentials([self._tls]) if self._tls is not None else None
 
-    def options(self) -> Options:
+    def options(self) -> ChannelOptions:
         config = self._config
         return [
             ("grpc.max_concurrent_streams", config.max_streams_per_connection),

@@ -60,13 +60,13 @@ class SlowReader:
             self._fail(exhausted(text, "SLOW_READER"))
 
 
-Write = Callable[[Any], Awaitable[None]]
+WriteMessage = Callable[[Any], Awaitable[None]]
 
 
 class _LimitedWrite:
     """A timer for each write would cost as much as the write, so one periodic timer checks them."""
 
-    def __init__(self, write: Write, limit: asyncio.Timeout, seconds: float) -> None:
+    def __init__(self, write: WriteMessage, limit: asyncio.Timeout, seconds: float) -> None:
         self._write = write
         self._limit = limit
         self._seconds = seconds
@@ -91,7 +91,7 @@ class _LimitedWrite:
 
 
 @asynccontextmanager
-async def limited(write: Write, seconds: float) -> AsyncIterator[Write]:
+async def limited(write: WriteMessage, seconds: float) -> AsyncIterator[WriteMessage]:
     """Like `write`, but the block raises TimeoutError when one call has taken `seconds` (up to a quarter
     more). After a failed call the block must be left."""
     async with asyncio.timeout(None) as limit:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from baton.rpc.errors import exhausted
 from baton.rpc.message_size import MAX_ANSWER_BYTES, PIECE_BYTES, cut
-from baton.rpc.streams import byte_size
+from baton.rpc.outbox import byte_size
 from baton.v1 import inference_pb2
 
 CHARACTERS_PER_PIECE = PIECE_BYTES // 4

@@ -10,22 +10,22 @@ from typing import Protocol
 
 from baton.config import GatewayConfig, served_names
 from baton.gateway import admission
-from baton.gateway.attempts import ResumePolicy
 from baton.gateway.authentication import ApiKey
 from baton.gateway.cache_view import PromptPages
-from baton.gateway.decode_node import DecodePeer
-from baton.gateway.embedder import Embedder
-from baton.gateway.handoff_cost import Split
+from baton.gateway.decode_client import DecodeClient
+from baton.gateway.embedding_client import EmbeddingClient
 from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.nodes import Nodes
-from baton.gateway.parsers.registry import check_names
 from baton.gateway.probe import Prober
-from baton.gateway.prompts import Session, prompt_for_log
+from baton.gateway.prompts import GatewaySession, prompt_for_log
 from baton.gateway.request_log import RequestLog
+from baton.gateway.resume import ResumePolicy
 from baton.gateway.routing import RequestRouting, Router
+from baton.gateway.split_decision import Split
 from baton.gateway.token_log import TokenLog
-from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.tokenizer_client import TokenizerClient
 from baton.gateway.traces import Traces
+from baton.gateway.worker_registry import WorkerRegistry
+from baton.parsers.registry import check_names
 from baton.rpc.address import new_incarnation
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
@@ -61,13 +61,13 @@ class Gateway:
         self.metrics = GatewayMetrics(config.ttft_target_seconds, config.itl_target_seconds)
         self.recorder = Recorder(config.recorder_events)
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
-        self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
+        self.tokenizer = TokenizerClient(config.resume_wait_seconds, dial)
         self.router = Router(config.routing)
-        self.nodes = Nodes(config, self.tokenizer, self.router, self._make_decode, dial)
+        self.nodes = WorkerRegistry(config, self.tokenizer, self.router, self._make_decode, dial)
         self.request_log = RequestLog()
         self.traces = Traces(self.incarnation, self.recorder, dial)
         self.split = Split(config.split, self.metrics)
-        self.embedder = Embedder(config, self.nodes, self.tokenizer, dial)
+        self.embedder = EmbeddingClient(config, self.nodes, self.tokenizer, dial)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self.hops, self.next_number, config.probe_every, self._probed)
         self._dial = dial
@@ -238,17 +238,17 @@ class Gateway:
         self.request_log.refused(api, reason, field, message, client=client, **named, **more)
 
     def routing(
-        self, number: int, tokens: Sequence[int], namespace: str, session: Session | None
+        self, number: int, tokens: Sequence[int], namespace: str, session: GatewaySession | None
     ) -> RequestRouting:
         """The routing of the request with this number."""
         prompt = PromptPages(tokens, namespace)
         last = (session.decode_address, session.prefill_address) if session is not None else ()
         return RequestRouting(self.router, number, prompt, *last)
 
-    def usable_nodes(self) -> list[DecodePeer]:
+    def usable_nodes(self) -> list[DecodeClient]:
         return [node for node in self.nodes.decode.values() if node.usable]
 
-    def hops(self) -> list[tuple[DecodePeer, str]]:
+    def hops(self) -> list[tuple[DecodeClient, str]]:
         """Pairs that requests may use: a decode node and a prefill node's address ("" if there are none)."""
         return [(node, prefill) for node in self.usable_nodes() for prefill in self.nodes.prefill or ("",)]
 
@@ -302,9 +302,9 @@ class Gateway:
         model.grammars = all(each.grammars for each in models)
         return model
 
-    def _make_decode(self, address: str) -> DecodePeer:
+    def _make_decode(self, address: str) -> DecodeClient:
         silence = self.config.silence_seconds
-        return DecodePeer(address, self.incarnation, silence, self._accept, self._dial)
+        return DecodeClient(address, self.incarnation, silence, self._accept, self._dial)
 
     def _accept(self, info: node_pb2.NodeInfo) -> None:
         """Refuses a node that is no decode node or serves another model than the others."""

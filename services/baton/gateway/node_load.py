@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.handoff.pull_cost import PullCost
-from baton.stepcost import StepCost
+from baton.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class NodeLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class NodeWork:
     """Work at a node."""
 
     tokens: int = 0
@@ -70,7 +70,7 @@ class SentLoad:
 
     def __init__(self) -> None:
         self._requests: dict[int, _Request] = {}
-        self._others = Work()
+        self._others = NodeWork()
         self.tokens = 0
         """Prompt tokens still to compute there, of requests sent there."""
         self._running = self._context_tokens = 0
@@ -101,26 +101,26 @@ class SentLoad:
         elif sent is not None:
             self.tokens -= sent.tokens
 
-    def reported(self, report: Work) -> None:
+    def reported(self, report: NodeWork) -> None:
         """The node has just reported this."""
         own = self._own()
         running = max(0, report.running - own.running)
-        self._others = Work(
+        self._others = NodeWork(
             tokens=max(0, report.tokens - own.tokens),
             rows=max(0, report.rows - own.rows),
             running=running,
             context_tokens=report.context_tokens * running // max(1, report.running),
         )
 
-    def work(self, *, others: bool = True) -> Work:
+    def work(self, *, others: bool = True) -> NodeWork:
         """`others`: include the work of other gateways."""
-        own, more = self._own(), self._others if others else Work()
-        return Work(
+        own, more = self._own(), self._others if others else NodeWork()
+        return NodeWork(
             own.tokens + more.tokens,
             own.rows + more.rows,
             own.running + more.running,
             own.context_tokens + more.context_tokens,
         )
 
-    def _own(self) -> Work:
-        return Work(self.tokens, len(self._requests), self._running, self._context_tokens)
+    def _own(self) -> NodeWork:
+        return NodeWork(self.tokens, len(self._requests), self._running, self._context_tokens)

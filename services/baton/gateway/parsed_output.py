@@ -7,14 +7,14 @@ import secrets
 from collections.abc import Sequence
 from itertools import pairwise
 
-from baton.gateway.parsers.reader import Call, Event, Reader, Reasoning, Text
-from baton.gateway.parsers.registry import REASONING_PARSERS, make_parser
 from baton.gateway.tool_grammars import callable_tools, constrain, most_calls
+from baton.parsers.reader import ParsedCall, ParsedReasoning, ParsedText, ParserEvent, Reader
+from baton.parsers.registry import REASONING_PARSERS, make_parser
 from baton.rpc.errors import invalid
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
 
-_PLACES = {Reasoning: 0, Text: 1, Call: 2}
+_PLACES = {ParsedReasoning: 0, ParsedText: 1, ParsedCall: 2}
 """In a delta."""
 
 
@@ -28,7 +28,7 @@ class ParsedOutput:
         self._undecided = 0
         self._parser = parser
         self._most_calls = most_calls
-        self._events: list[Event] = []
+        self._events: list[ParserEvent] = []
         self._ended = False
 
     @property
@@ -57,13 +57,13 @@ class ParsedOutput:
             self._ended = True
             events += self._parser.finish(cut=cut)
         for event in events:
-            if isinstance(event, Call):
+            if isinstance(event, ParsedCall):
                 if self.complete:
                     continue
                 self.calls += 1
                 if self.calls == self._most_calls:
                     self.complete = self._ended = True
-            if not self.complete or isinstance(event, Call):
+            if not self.complete or isinstance(event, ParsedCall):
                 self._events.append(event)
 
     def fill(self, delta: inference_pb2.Delta) -> None:
@@ -72,10 +72,10 @@ class ParsedOutput:
         order = [_PLACES[type(event)] for event in self._events]
         count = next((i for i, (a, b) in enumerate(pairwise(order), 1) if a > b), len(order))
         events, self._events = self._events[:count], self._events[count:]
-        delta.text = "".join(event.text for event in events if isinstance(event, Text))
-        delta.reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        delta.text = "".join(event.text for event in events if isinstance(event, ParsedText))
+        delta.reasoning = "".join(event.text for event in events if isinstance(event, ParsedReasoning))
         for event in events:
-            if isinstance(event, Call):
+            if isinstance(event, ParsedCall):
                 delta.tool_calls.add(id=new_call_id(), name=event.name, arguments=event.arguments)
 
 

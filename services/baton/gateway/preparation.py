@@ -10,7 +10,7 @@ from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
-from baton.gateway.prompts import Prompt, Session, encode_prompt
+from baton.gateway.prompts import EncodedPrompt, GatewaySession, encode_prompt
 from baton.rpc.validate import require_grammars
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2, trace_pb2
@@ -18,7 +18,7 @@ from baton.v1 import common_pb2, inference_pb2, trace_pb2
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    prompt: Prompt
+    prompt: EncodedPrompt
     vocabulary: Vocabulary
     fingerprint: str
     """Fingerprint of the model that the prompt was encoded for."""
@@ -32,7 +32,7 @@ class Prepared:
 async def prepare(
     gateway: Gateway,
     start: inference_pb2.GenerateStart,
-    session: Session | None,
+    session: GatewaySession | None,
     api_key: ApiKey,
     timing: RequestTimer,
     name: trace_pb2.RequestName,

@@ -11,8 +11,8 @@ from itertools import count
 
 import grpc
 
-from baton.gateway.decode_node import DecodePeer
-from baton.gateway.handoff_cost import ALWAYS
+from baton.gateway.decode_client import DecodeClient
+from baton.gateway.split_decision import ALWAYS
 from baton.rpc.errors import BatonError, deadline_exceeded, unavailable
 from baton.v1 import common_pb2, decode_pb2
 
@@ -21,7 +21,7 @@ PROBE_SECONDS = 10.0
 PROMPT_TOKENS = 160
 """Enough for full pages of every usual size."""
 
-Pair = tuple[str, str]
+NodePair = tuple[str, str]
 """Addresses of a decode node and of a prefill node; "" where there are no prefill nodes."""
 
 
@@ -56,14 +56,14 @@ class Prober:
 
     def __init__(
         self,
-        hops: Callable[[], Sequence[tuple[DecodePeer, str]]],
+        hops: Callable[[], Sequence[tuple[DecodeClient, str]]],
         next_number: Callable[[], int],
         every: float,
         report: Callable[[str, float], None],
     ) -> None:
         """hops: the pairs to probe. next_number: returns a request number. every: seconds between probes.
         report: gets the outcome and the seconds of each."""
-        self.failures: dict[Pair, str] = {}
+        self.failures: dict[NodePair, str] = {}
         self._hops = hops
         self._next_number = next_number
         self._every = every
@@ -87,7 +87,7 @@ class Prober:
             if pairs:
                 await self._probe(*pairs[next(self._turn) % len(pairs)])
 
-    async def _probe(self, node: DecodePeer, prefill: str) -> None:
+    async def _probe(self, node: DecodeClient, prefill: str) -> None:
         started, pair = time.monotonic(), (node.address, prefill)
         try:
             stats = await self._ask(node, prefill)
@@ -106,7 +106,7 @@ class Prober:
             self.failures.pop(pair, None)
         self._report(outcome, time.monotonic() - started)
 
-    async def _ask(self, node: DecodePeer, prefill: str) -> decode_pb2.RequestStats:
+    async def _ask(self, node: DecodeClient, prefill: str) -> decode_pb2.RequestStats:
         """Generates two tokens for a prompt that no node has cached. Raises BatonError."""
         assert node.info is not None
         model, number = node.info.model, self._next_number()

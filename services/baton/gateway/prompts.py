@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.gateway.token_log import ChoiceLog
-from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.tokenizer_client import TokenizerClient
 from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2, trace_pb2
 
 END_CHARACTERS = 64
 
 
-class Session:
+class GatewaySession:
     """The state between turns. It changes only when a turn finishes; a failed turn leaves no trace.
 
     A text or token turn appends its prompt to the tokens so far. A chat turn appends its messages to the
@@ -83,7 +83,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class EncodedPrompt:
     token_ids: list[int]
     field: str
     """The field of the prompt, for errors."""
@@ -97,19 +97,19 @@ class Prompt:
 
 async def encode_prompt(
     start: inference_pb2.GenerateStart,
-    session: Session | None,
-    tokenizer: Tokenizer,
+    session: GatewaySession | None,
+    tokenizer: TokenizerClient,
     timeout: float,
     name: trace_pb2.RequestName | None = None,
     traceparent: str = "",
     asking: Callable[[str], None] = lambda address: None,
-) -> Prompt:
+) -> EncodedPrompt:
     """The tokens of the whole prompt, including those of the session. name: the request's. traceparent: its
     trace context. asking: called with the address of each tokenizer before it is asked."""
     earlier = session.token_ids if session is not None else []
     kind = start.WhichOneof("prompt")
     if kind == "tokens":
-        return Prompt([*earlier, *start.tokens.token_ids], "tokens.token_ids")
+        return EncodedPrompt([*earlier, *start.tokens.token_ids], "tokens.token_ids")
     if kind == "text":
         text = tokenizer_pb2.EncodeInput(
             text=start.text, add_special_tokens=not earlier, request=name, traceparent=traceparent
@@ -118,7 +118,7 @@ async def encode_prompt(
         model = tokenizer.model
         if not (start.text or found or earlier) and model is not None and model.HasField("begin_token_id"):
             found = [model.begin_token_id]
-        return Prompt([*earlier, *found], "text")
+        return EncodedPrompt([*earlier, *found], "text")
     conversation = session.conversation(start.chat) if session is not None else start.chat
     given = tokenizer_pb2.EncodeInput(chat=conversation, request=name, traceparent=traceparent)
     if session is not None:
@@ -132,8 +132,8 @@ async def encode_prompt(
         raise invalid("chat", "the model has no chat template: send text or tokens") from None
     token_ids = [*earlier, *result.token_ids] if result.continued else list(result.token_ids)
     if session is None:
-        return Prompt(token_ids, "chat", end=result.rendered[-END_CHARACTERS:])
-    return Prompt(token_ids, "chat", conversation, result.rendered, result.rendered[-END_CHARACTERS:])
+        return EncodedPrompt(token_ids, "chat", end=result.rendered[-END_CHARACTERS:])
+    return EncodedPrompt(token_ids, "chat", conversation, result.rendered, result.rendered[-END_CHARACTERS:])
 
 
 def prompt_for_log(start: inference_pb2.GenerateStart) -> str | list[int] | list[str]:

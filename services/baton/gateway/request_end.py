@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton.gateway.attempts import Attempts
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.request_log import EndedRequest
+from baton.gateway.resume import ResumeAttempts
 from baton.gateway.token_log import TokenLog
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
@@ -13,7 +13,7 @@ DECODE_PHASES = ("queue", "prefill", "pull", "decode")
 
 
 def finished_event(
-    log: TokenLog, stats: decode_pb2.RequestStats, attempts: Attempts, timing: RequestTimer
+    log: TokenLog, stats: decode_pb2.RequestStats, attempts: ResumeAttempts, timing: RequestTimer
 ) -> inference_pb2.Finished:
     """stats: of the last attempt; figures that concern all attempts are corrected in place."""
     stats.prompt_tokens = len(log.prompt_ids)
@@ -39,7 +39,7 @@ def finished_event(
 def ended_request(
     log: TokenLog,
     stats: decode_pb2.RequestStats | None,
-    attempts: Attempts,
+    attempts: ResumeAttempts,
     timing: RequestTimer,
     *,
     request: str,

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.gateway.cache_view import CacheView, PromptPages
-from baton.gateway.handoff_cost import Decision, Split
-from baton.gateway.node_load import NodeLoad, SentLoad, Work
+from baton.gateway.node_load import NodeLoad, NodeWork, SentLoad
+from baton.gateway.split_decision import Decision, Split
 from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import invalid
-from baton.stepcost import StepCost
+from baton.step_cost import StepCost
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
 POLICIES = ("cache", "least-loaded", "round-robin")
@@ -102,7 +102,7 @@ def _prompt_rate(nodes: Sequence[NodeLoad]) -> float:
     return sum(rates) / len(rates) if rates else DEFAULT_PROMPT_RATE
 
 
-class _Node:
+class _RoutedNode:
     def __init__(self) -> None:
         self.view = CacheView()
         self.sent = SentLoad()
@@ -117,7 +117,7 @@ class Router:
             raise invalid("routing", f"--routing {policy!r} is not known; use {', '.join(POLICIES)}")
         self.policy = policy
         self.clock = clock
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, _RoutedNode] = {}
 
     def view(self, address: str) -> CacheView:
         return self._node(address).view
@@ -130,19 +130,19 @@ class Router:
         Gap: see CacheView.apply."""
         node, load = self._node(address), update.load
         node.view.apply(update, self.clock())
-        node.sent.reported(Work(load.queued_tokens, load.rows + load.waiting, load.running, load.keys))
+        node.sent.reported(NodeWork(load.queued_tokens, load.rows + load.waiting, load.running, load.keys))
 
     def forget(self, address: str) -> None:
         """Forgets a node that was removed."""
         self._nodes.pop(address, None)
 
-    def _node(self, address: str) -> _Node:
-        return self._nodes.setdefault(address, _Node())
+    def _node(self, address: str) -> _RoutedNode:
+        return self._nodes.setdefault(address, _RoutedNode())
 
     def load_of(self, address: str, prompt: PromptPages, preferred: str) -> NodeLoad:
         """preferred: the node of the session's last turn. It is assumed to hold the prompt if it does not
         report its tree."""
-        node = self._nodes.get(address) or _Node()
+        node = self._nodes.get(address) or _RoutedNode()
         view, sent = node.view, node.sent
         guess = len(prompt.tokens) if address == preferred else 0
         cached = view.cached(prompt) if view.page_size else guess

@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from baton.gateway.parsers.deepseek import BEGIN, CALL, CALL_END, END, SEP
-from baton.gateway.parsers.gpt_oss import GPT_OSS_MARKS
-from baton.gateway.parsers.hermes import CLOSE, OPEN
-from baton.gateway.parsers.llama import WholeAnswer
-from baton.gateway.parsers.registry import TOOL_PARSERS
-from baton.gateway.parsers.think import Think
-from baton.gateway.parsers.tools import NAME
 from baton.grammar.json_literals import WHITESPACE, as_lark, dumps
 from baton.grammar.json_schema import Rewritten, SchemaError, rewrite
+from baton.parsers.deepseek import BEGIN, CALL, CALL_END, END, SEP
+from baton.parsers.gpt_oss import GPT_OSS_MARKS
+from baton.parsers.hermes import CLOSE, OPEN
+from baton.parsers.llama import WholeAnswer
+from baton.parsers.registry import TOOL_PARSERS
+from baton.parsers.think import Think
+from baton.parsers.tools import NAME
 from baton.rpc.errors import BatonError, invalid
 from baton.rpc.validate import MAX_GRAMMAR_BYTES
 from baton.tokenizer.vocabulary import Vocabulary
@@ -90,13 +90,13 @@ def constrain(
     if sum(len(tool.parameters) for tool in tools) > MAX_GRAMMAR_BYTES:
         text = f"chat.tools: their schemas have more than the {MAX_GRAMMAR_BYTES} bytes that can be enforced"
         raise invalid("chat.tools", text)
-    writer = _Writer(vocabulary, tools, loose=not required)
+    writer = _GrammarWriter(vocabulary, tools, loose=not required)
     most = most_calls(chat) or MAX_CALLS
     lines = writer.write(formats, most, required, answer, reasons=reasons, opened=opened)
     return common_pb2.Grammar(lark="\n".join(lines))
 
 
-class _Writer:
+class _GrammarWriter:
     """loose: only strict functions are held to their schemas."""
 
     def __init__(self, vocabulary: Vocabulary, tools: Sequence[tokenizer_pb2.Tool], *, loose: bool) -> None:

@@ -14,10 +14,10 @@ import grpc.aio
 from baton.rpc.channel import Dial
 from baton.rpc.errors import from_rpc_error, invalid
 from baton.rpc.message_size import MAX_ANSWER_BYTES
-from baton.rpc.streams import byte_size
+from baton.rpc.outbox import byte_size
 from baton.rpc.trace_messages import event_to, events_from
-from baton.tracing.recorder import Event, Kind, Recorder
-from baton.tracing.timeline import Phase, Process, Recorded, Timeline, parse_id, timeline
+from baton.tracing.recorder import Event, EventKind, Recorder
+from baton.tracing.timeline import Recorded, Timeline, TimelinePhase, TimelineProcess, parse_id, timeline
 from baton.v1 import node_pb2_grpc, trace_pb2, trace_pb2_grpc
 
 TRACES = trace_pb2.DESCRIPTOR.services_by_name["Traces"].full_name
@@ -31,7 +31,7 @@ OFFSET_SECONDS = 10.0
 """A measured offset is used for this long: meanwhile clocks drift by less than a millisecond."""
 PINGS = 3
 
-Name = tuple[int, int]
+TraceName = tuple[int, int]
 """Gateway incarnation and request number."""
 
 
@@ -60,7 +60,7 @@ class Traces:
         peers, self._peers = self._peers, OrderedDict()
         await asyncio.gather(*(peer.channel.close() for peer in peers.values()))
 
-    def recent(self, limit: int = DEFAULT_TRACES, slowest: bool = False) -> list[Name]:
+    def recent(self, limit: int = DEFAULT_TRACES, slowest: bool = False) -> list[TraceName]:
         """Running and recent requests whose begin is still recorded: the latest, or those that took longest,
         first."""
         found, now = self._recorder.requests(), self._recorder.clock()
@@ -71,23 +71,23 @@ class Traces:
         return names[:limit]
 
     async def timelines(
-        self, names: Collection[Name], gateway_only: bool = False
+        self, names: Collection[TraceName], gateway_only: bool = False
     ) -> tuple[list[Timeline], list[str]]:
         """Timelines of those that this gateway remembers, in the order of `names`; and the processes that
         did not answer."""
-        own: dict[Name, list[Event]] = {name: [] for name in names}
+        own: dict[TraceName, list[Event]] = {name: [] for name in names}
         for event in self._recorder.of(names):
             own[event.gateway, event.request].append(event)
-        others: dict[Name, list[Recorded]] = {name: [] for name in names}
+        others: dict[TraceName, list[Recorded]] = {name: [] for name in names}
         missing: list[str] = []
         if not gateway_only:
-            first = _asked(own, (Kind.TOKENIZING, "tokenizer"), (Kind.SENT, "decode"))
+            first = _asked(own, (EventKind.TOKENIZING, "tokenizer"), (EventKind.SENT, "decode"))
             for process, recorded in await self._ask_all(first, missing):
                 _sort(others, process, *recorded)
             of_decode = {
                 name: [event for each in found for event in each.events] for name, found in others.items()
             }
-            second = _asked(of_decode, (Kind.SENT, "prefill"))
+            second = _asked(of_decode, (EventKind.SENT, "prefill"))
             for process, recorded in await self._ask_all(second, missing):
                 _sort(others, process, *recorded)
         now = self._recorder.clock()
@@ -100,11 +100,11 @@ class Traces:
         return found, sorted(missing)
 
     async def _ask_all(
-        self, asked: dict[Process, set[Name]], missing: list[str]
-    ) -> list[tuple[Process, tuple[list[Event], float]]]:
+        self, asked: dict[TimelineProcess, set[TraceName]], missing: list[str]
+    ) -> list[tuple[TimelineProcess, tuple[list[Event], float]]]:
         """Events and clock offset of each process that answers; adds the others to `missing`."""
 
-        async def ask(process: Process, names: set[Name]) -> tuple[list[Event], float] | None:
+        async def ask(process: TimelineProcess, names: set[TraceName]) -> tuple[list[Event], float] | None:
             try:
                 async with asyncio.timeout(ASK_SECONDS):
                     return await self._ask(process.address, names)
@@ -120,7 +120,7 @@ class Traces:
             (process, answer) for process, answer in zip(asked, answers, strict=True) if answer is not None
         ]
 
-    async def _ask(self, address: str, names: set[Name]) -> tuple[list[Event], float]:
+    async def _ask(self, address: str, names: set[TraceName]) -> tuple[list[Event], float]:
         peer = self._peers.pop(address, None) or _Peer(self._dial(address))
         self._peers[address] = peer
         peer.questions += 1
@@ -130,7 +130,7 @@ class Traces:
             peer.questions -= 1
             await self._close_idle()
 
-    async def _ask_peer(self, peer: _Peer, names: set[Name]) -> tuple[list[Event], float]:
+    async def _ask_peer(self, peer: _Peer, names: set[TraceName]) -> tuple[list[Event], float]:
         stub = node_pb2_grpc.NodeStub(peer.channel)
         wanted = [trace_pb2.RequestName(gateway=gateway, request=number) for gateway, number in names]
         answer = await stub.Recent(trace_pb2.RecentRequest(requests=wanted), timeout=ASK_SECONDS)
@@ -161,21 +161,23 @@ class Traces:
             await self._peers.pop(idle).channel.close()
 
 
-def _asked(events: dict[Name, list[Event]], *kinds: tuple[Kind, str]) -> dict[Process, set[Name]]:
+def _asked(
+    events: dict[TraceName, list[Event]], *kinds: tuple[EventKind, str]
+) -> dict[TimelineProcess, set[TraceName]]:
     """Processes that events of these kinds name, by what they are, with the requests that they got."""
-    found: dict[Process, set[Name]] = {}
+    found: dict[TimelineProcess, set[TraceName]] = {}
     for name, of_name in events.items():
         for event in of_name:
             for kind, role in kinds:
                 if event.kind is kind and event.text:
-                    found.setdefault(Process(role, event.text), set()).add(name)
+                    found.setdefault(TimelineProcess(role, event.text), set()).add(name)
     return found
 
 
 def _sort(
-    others: dict[Name, list[Recorded]], process: Process, events: Iterable[Event], offset: float
+    others: dict[TraceName, list[Recorded]], process: TimelineProcess, events: Iterable[Event], offset: float
 ) -> None:
-    by_name: dict[Name, list[Event]] = {}
+    by_name: dict[TraceName, list[Event]] = {}
     for event in events:
         by_name.setdefault((event.gateway, event.request), []).append(event)
     for name, of_name in by_name.items():
@@ -246,7 +248,7 @@ def to_message(found: Timeline) -> trace_pb2.Trace:
     return trace
 
 
-def _phases(phases: Sequence[Phase]) -> list[trace_pb2.TracePhase]:
+def _phases(phases: Sequence[TimelinePhase]) -> list[trace_pb2.TracePhase]:
     return [
         trace_pb2.TracePhase(
             name=phase.name,

@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 Words = npt.NDArray[np.int32]
 """A set of token ids: bit t % 32 of word t // 32 stands for token t."""
-Kind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """A grammar as a client gives it: baton.v1.Grammar as plain data. Its size has been checked."""
 
-    kind: Kind
+    kind: GrammarKind
     text: str = ""
     """The grammar's text, for kinds json_schema, regex and lark."""
     choices: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Matcher(Protocol):
         return errors
 
 
-class Grammar(Protocol):
+class CompiledGrammar(Protocol):
     """A compiled grammar. Thread-safe."""
 
     def matcher(self) -> Matcher:
@@ -72,6 +72,6 @@ class Grammar(Protocol):
 class Backend(Protocol):
     """A grammar library with a model's vocabulary. Thread-safe."""
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Blocks. Raises GrammarError."""
         ...

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from baton.grammar.base import Backend, Grammar, GrammarBusy, GrammarError, GrammarSpec
+from baton.grammar.base import Backend, CompiledGrammar, GrammarBusy, GrammarError, GrammarSpec
 
 CAPACITY = 128
 """Grammars that are kept, and that may wait to be compiled."""
@@ -20,7 +20,7 @@ STACK_BYTES = 2**28
 recurses once for each rule of a chain, with about 3 kB: a grammar of MAX_GRAMMAR_BYTES (rpc.validate)
 has room in it."""
 
-Outcome = Grammar | GrammarError
+CompileOutcome = CompiledGrammar | GrammarError
 
 
 @dataclass(slots=True)
@@ -53,19 +53,19 @@ class GrammarCompiler:
         self._backend: Backend | GrammarError | None = None
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._kept: OrderedDict[GrammarSpec, Future[Outcome]] = OrderedDict()
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[Outcome]]] = queue.SimpleQueue()
+        self._kept: OrderedDict[GrammarSpec, Future[CompileOutcome]] = OrderedDict()
+        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[CompileOutcome]]] = queue.SimpleQueue()
         self._waiting = 0
         self._unstarted = threads
 
-    def submit(self, spec: GrammarSpec) -> Future[Outcome]:
+    def submit(self, spec: GrammarSpec) -> Future[CompileOutcome]:
         """The outcome; `running()` is true from when a thread compiles it, which cannot be interrupted.
         GrammarBusy where too many wait. From any thread."""
         with self._lock:
             future = self._kept.get(spec)
             if future is None:
                 if self._waiting >= self._capacity:
-                    busy: Future[Outcome] = Future()
+                    busy: Future[CompileOutcome] = Future()
                     busy.set_result(
                         GrammarBusy(f"{self._waiting} others wait to be compiled: ask again later")
                     )
@@ -106,7 +106,7 @@ class GrammarCompiler:
                 self.stats.seconds += time.perf_counter() - began
             future.set_result(outcome)
 
-    def _compiled(self, backend: Backend, spec: GrammarSpec) -> Outcome:
+    def _compiled(self, backend: Backend, spec: GrammarSpec) -> CompileOutcome:
         try:
             if self._check is not None:
                 self._check(spec)
@@ -136,7 +136,7 @@ def _loaded() -> Backend:
     raise AssertionError("loaded twice")
 
 
-def compiled(backend: Backend, spec: GrammarSpec) -> Outcome:
+def compiled(backend: Backend, spec: GrammarSpec) -> CompileOutcome:
     """Blocks."""
     try:
         return backend.compile(spec)

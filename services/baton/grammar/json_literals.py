@@ -6,13 +6,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from baton.grammar.json_reach import each_schema, refers
+from baton.grammar.json_reach import SchemaValue, each_schema, refers
 from baton.grammar.json_schema import Exact, SchemaError, rewrite
 
-Value = Any
-"""A JSON value, or Exact."""
 WHITESPACE = r"[ \n\r\t]{1,20}"
 """Between the tokens of a JSON text: enough to indent it. Without a limit some models write spaces for
 ever."""
@@ -23,16 +20,16 @@ _TOKENS = re.compile(
 _DEFINITIONS = ("$defs", "definitions")
 
 
-def dumps(schema: Value) -> str:
+def dumps(schema: SchemaValue) -> str:
     """As JSON, the exact literals as well."""
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), default=lambda exact: exact.value)
 
 
-def is_exact(schema: Value) -> bool:
+def is_exact(schema: SchemaValue) -> bool:
     return any(isinstance(each, Exact) for each in _each(schema))
 
 
-def as_lark(schema: Value, name: str) -> tuple[str, list[str]]:
+def as_lark(schema: SchemaValue, name: str) -> tuple[str, list[str]]:
     """An expression for the values of a rewritten schema, and the rules that it needs, whose names begin with
     `name`. Raises SchemaError for a literal that cannot be said where it stands."""
     if not is_exact(schema):
@@ -69,7 +66,7 @@ def rewrite_lark(text: str) -> str:
 
 
 class _Writer:
-    def __init__(self, root: dict[str, Value], name: str) -> None:
+    def __init__(self, root: dict[str, SchemaValue], name: str) -> None:
         self.rules: list[str] = []
         self._name = name
         self._definitions = {
@@ -95,7 +92,7 @@ class _Writer:
             escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", space)
             self.rules.append(f"{name.upper()}_SPACE: /{escaped}/")
 
-    def value(self, schema: Value, path: str) -> str:
+    def value(self, schema: SchemaValue, path: str) -> str:
         if not self._has_exact(schema):
             return f"%json {dumps(self._whole(schema, path))}"
         kept = {
@@ -126,12 +123,12 @@ class _Writer:
         text = "a literal beyond ±2^53 is exact only in plain objects, arrays, anyOf and definitions"
         raise SchemaError(f"{path.lstrip('.') or 'the schema'} ({said}): {text}")
 
-    def _has_exact(self, schema: Value) -> bool:
+    def _has_exact(self, schema: SchemaValue) -> bool:
         return is_exact(schema) or any(
             refers(each) and each["$ref"] in self._exact for each in each_schema(schema)
         )
 
-    def _whole(self, schema: Value, path: str) -> Value:
+    def _whole(self, schema: SchemaValue, path: str) -> SchemaValue:
         """The schema with the definitions that it may refer to."""
         references = {each["$ref"] for each in each_schema(schema) if refers(each)}
         if not references <= self._definitions.keys():
@@ -140,7 +137,7 @@ class _Writer:
             )
         if not isinstance(schema, dict):
             return schema
-        made: dict[str, Value] = {**schema, **self._options}
+        made: dict[str, SchemaValue] = {**schema, **self._options}
         for at in self._definitions.keys() - self._exact if references else ():
             _, key, name = at.split("/")
             name = name.replace("~1", "/").replace("~0", "~")
@@ -157,7 +154,7 @@ class _Writer:
         self.rules.append(f"{self._name}_r{len(self.rules)}: {expression}")
         return self.rules[-1].partition(":")[0]
 
-    def _object(self, schema: dict[str, Value], path: str) -> str:
+    def _object(self, schema: dict[str, SchemaValue], path: str) -> str:
         required = list(dict.fromkeys(schema.get("required", [])))
         names = list(dict.fromkeys([*schema.get("properties", {}), *required]))
         members, must = [], []
@@ -188,7 +185,7 @@ class _Writer:
         optional = f"({inner}){'' if least else '?'}" if inner else ""
         return f'"[" {self._space} {optional} {self._space} "]"'
 
-    def _literal(self, value: Value) -> str:
+    def _literal(self, value: SchemaValue) -> str:
         if isinstance(value, dict):
             members = [
                 f'{_text(dumps(key))} {self._space} ":" {self._space} {self._literal(each)}'
@@ -214,7 +211,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _is_of(value: Value, kinds: Value) -> bool:
+def _is_of(value: SchemaValue, kinds: SchemaValue) -> bool:
     """The value is of one of the JSON types."""
     if kinds is None:
         return True
@@ -230,7 +227,7 @@ def _is_of(value: Value, kinds: Value) -> bool:
     return False
 
 
-def _each(schema: Value) -> Iterator[Value]:
+def _each(schema: SchemaValue) -> Iterator[SchemaValue]:
     yield schema
     if isinstance(schema, dict | list):
         for each in schema.values() if isinstance(schema, dict) else schema:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-Value = Any
-"""Of JSON, or json_schema.Exact."""
+SchemaValue = Any
+"""A JSON value in a schema, or Exact for a number that is written digit by digit."""
+
+
 MAX_ITEMS = 2000
 """Of the library's parser at one place; counted as it has been seen to count."""
 _PER_ARRAY = 6
@@ -23,7 +25,7 @@ _UNIONS = ("anyOf", "oneOf")
 _WIDE = {"anyOf", "oneOf", "enum", "properties"}
 
 
-def unresolved(root: Value) -> Iterator[dict[str, Value]]:
+def unresolved(root: SchemaValue) -> Iterator[dict[str, SchemaValue]]:
     """Schemas with a reference to nothing, or to something elsewhere."""
     if not any(_NAMED & each.keys() for each in each_schema(root)):
         for schema in each_schema(root):
@@ -31,13 +33,13 @@ def unresolved(root: Value) -> Iterator[dict[str, Value]]:
                 yield schema
 
 
-def without_endless(root: Value) -> Value:
+def without_endless(root: SchemaValue) -> SchemaValue:
     """The schema, with `false` for references to schemas that no finite value fits."""
     endless = _endless(root)
     return _replaced(root, endless) if endless else root
 
 
-def _endless(root: Value) -> set[str]:
+def _endless(root: SchemaValue) -> set[str]:
     targets = {each["$ref"]: _target(root, each["$ref"]) for each in each_schema(root) if refers(each)}
     targets = {at: schema for at, schema in targets.items() if schema is not None}
     used_by: dict[str, list[str]] = defaultdict(list)
@@ -54,7 +56,7 @@ def _endless(root: Value) -> set[str]:
     return endless
 
 
-def _ends(schema: Value, endless: set[str]) -> bool:
+def _ends(schema: SchemaValue, endless: set[str]) -> bool:
     """Some finite value fits, as far as references and what is required say."""
     if not isinstance(schema, dict):
         return schema is not False
@@ -77,7 +79,7 @@ def _ends(schema: Value, endless: set[str]) -> bool:
     return True
 
 
-def _replaced(schema: Value, endless: set[str], names: bool = False) -> Value:
+def _replaced(schema: SchemaValue, endless: set[str], names: bool = False) -> SchemaValue:
     """names: it is one of schemas by name."""
     if isinstance(schema, list):
         return [_replaced(each, endless) for each in schema]
@@ -93,12 +95,12 @@ def _replaced(schema: Value, endless: set[str], names: bool = False) -> Value:
     }
 
 
-def check_width(root: Value, refuse: Callable[[dict[str, Value], str, int], None]) -> None:
+def check_width(root: SchemaValue, refuse: Callable[[dict[str, SchemaValue], str, int], None]) -> None:
     """refuse: called with each schema where too much may follow, the keyword, and how many of the library's
     items."""
     known: dict[int, int] = {}
 
-    def width(schema: Value, steps: int) -> int:
+    def width(schema: SchemaValue, steps: int) -> int:
         """Of the items behind the beginning of a value."""
         if not isinstance(schema, dict):
             return _PER_ARRAY if schema is True else 0
@@ -117,7 +119,7 @@ def check_width(root: Value, refuse: Callable[[dict[str, Value], str, int], None
 
 
 def _widths(
-    schema: dict[str, Value], steps: int, root: Value, width: Callable[[Value, int], int]
+    schema: dict[str, SchemaValue], steps: int, root: SchemaValue, width: Callable[[SchemaValue, int], int]
 ) -> dict[str, int]:
     found = {key: sum(width(each, steps) for each in _list(schema, key)) for key in _UNIONS}
     found["enum"] = sum(not isinstance(each, str | int | float | None) for each in _list(schema, "enum"))
@@ -131,7 +133,7 @@ def _widths(
     return found
 
 
-def _runs(schema: dict[str, Value]) -> Iterator[int]:
+def _runs(schema: dict[str, SchemaValue]) -> Iterator[int]:
     """Items of properties one after the other that need not be there; the first: at the beginning."""
     given, required = schema.get("properties"), _list(schema, "required")
     run, needed = 0, {name for name in required if _is_name(name)}
@@ -144,7 +146,7 @@ def _runs(schema: dict[str, Value]) -> Iterator[int]:
     yield (4 * run - 1 if run else 0) + (0 if schema.get("additionalProperties") is False else 8)
 
 
-def each_schema(value: Value) -> Iterator[dict[str, Value]]:
+def each_schema(value: SchemaValue) -> Iterator[dict[str, SchemaValue]]:
     """All schemas in it that are objects, it included."""
     waiting = [value]
     while waiting:
@@ -160,11 +162,11 @@ def each_schema(value: Value) -> Iterator[dict[str, Value]]:
                     waiting.append(below)
 
 
-def refers(schema: dict[str, Value]) -> bool:
+def refers(schema: dict[str, SchemaValue]) -> bool:
     return isinstance(schema.get("$ref"), str)
 
 
-def _target(root: Value, at: str) -> Value:
+def _target(root: SchemaValue, at: str) -> SchemaValue:
     """What a reference within the schema is to; None: it is another, or to nothing."""
     if at not in ("", "#") and not at.startswith("#/"):
         return None
@@ -182,10 +184,10 @@ def steps(at: str) -> list[str]:
     return [step.replace("~1", "/").replace("~0", "~") for step in unquote(at).split("/")]
 
 
-def _list(schema: dict[str, Value], key: str) -> list[Value]:
+def _list(schema: dict[str, SchemaValue], key: str) -> list[SchemaValue]:
     given = schema.get(key)
     return given if isinstance(given, list) else []
 
 
-def _is_name(name: Value) -> bool:
+def _is_name(name: SchemaValue) -> bool:
     return isinstance(name, str)

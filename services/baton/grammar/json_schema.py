@@ -12,13 +12,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from baton.grammar.json_patterns import without_look_around
-from baton.grammar.json_reach import IN_MAPS, MAX_ITEMS, check_width, steps, unresolved, without_endless
-
-Value = Any
-"""A JSON value."""
+from baton.grammar.json_reach import (
+    IN_MAPS,
+    MAX_ITEMS,
+    SchemaValue,
+    check_width,
+    steps,
+    unresolved,
+    without_endless,
+)
 
 MAX_INTEGER = 2**53
 MAX_FLOAT = 1e15
@@ -87,30 +91,30 @@ class SchemaError(ValueError):
 class Exact:
     """A literal that has a number which must not reach the library: its value."""
 
-    value: Value
+    value: SchemaValue
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    schema: Value
+    schema: SchemaValue
     """The schema as JSON values, but for Exact in const and enum."""
     unenforced: list[str]
     """What the library refuses in it: keywords, with where they stand. Loose: keywords that were left out."""
 
 
-def rewrite(schema: Value, *, loose: bool = False) -> Rewritten:
+def rewrite(schema: SchemaValue, *, loose: bool = False) -> Rewritten:
     """loose: what cannot be enforced is left out. Raises SchemaError."""
     return _Rewriter(schema, loose=loose).rewritten(schema)
 
 
 class _Rewriter:
-    def __init__(self, schema: Value, *, loose: bool) -> None:
+    def __init__(self, schema: SchemaValue, *, loose: bool) -> None:
         self._loose = loose
         self._unenforced: list[str] = []
         self._multiples: set[Fraction] = set()
         self._pointed = set(_pointed(schema, 0))
 
-    def rewritten(self, schema: Value) -> Rewritten:
+    def rewritten(self, schema: SchemaValue) -> Rewritten:
         made = self._schema(schema, "", 0)
         for each in list(unresolved(made)):
             self._not_enforced(each, "$ref", "")
@@ -124,14 +128,14 @@ class _Rewriter:
                 made["x-guidance"] = {**given, "coerce_one_of": True}
         return Rewritten(made, self._unenforced)
 
-    def _schema(self, given: Value, path: str, depth: int) -> Value:
+    def _schema(self, given: SchemaValue, path: str, depth: int) -> SchemaValue:
         if depth > MAX_DEPTH:
             raise SchemaError(f"recursion limit: it is nested more than {MAX_DEPTH} levels deep")
         if isinstance(given, list):
             return [self._schema(each, f"{path}[{number}]", depth + 1) for number, each in enumerate(given)]
         if not isinstance(given, dict):
             return given
-        made: dict[str, Value] = {}
+        made: dict[str, SchemaValue] = {}
         for key, value in given.items():
             where = f"{path}.{key}" if path else key
             if key in IN_MAPS and isinstance(value, dict):
@@ -161,7 +165,7 @@ class _Rewriter:
             self._unenforced.append("oneOf")
         return False if made.get("not") is True else made
 
-    def _literal(self, value: Value, where: str, depth: int) -> Value:
+    def _literal(self, value: SchemaValue, where: str, depth: int) -> SchemaValue:
         for number in _numbers(value, depth):
             if not _is_finite(number):
                 raise SchemaError(f"{where} has a number that no 64-bit floating-point number holds")
@@ -169,12 +173,12 @@ class _Rewriter:
             return Exact(value)
         return _whole(value)
 
-    def _bounds(self, made: dict[str, Value], path: str) -> None:
+    def _bounds(self, made: dict[str, SchemaValue], path: str) -> None:
         for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
             if isinstance(made.get(exclusive), bool) and made.pop(exclusive) and bound in made:  # of draft 4
                 made[exclusive] = made.pop(bound)
             for key in (bound, exclusive):
-                value: Value = made.get(key)
+                value: SchemaValue = made.get(key)
                 if not _is_number(value):
                     continue
                 if _whole(value) in _LIMITS[key]:
@@ -183,7 +187,7 @@ class _Rewriter:
                     self._refuse(made, key, path, f"{value} is no type's limit and outside of {_RANGE}")
                 else:
                     made[key] = _whole(value)
-        multiple: Value = made.get("multipleOf")
+        multiple: SchemaValue = made.get("multipleOf")
         if _is_number(multiple) and _outside(multiple):
             self._refuse(made, "multipleOf", path, f"{multiple} is outside of {_RANGE}")
         elif _is_number(multiple):
@@ -195,7 +199,7 @@ class _Rewriter:
                 both = " and ".join(f"{float(each):g}" for each in largest)
                 self._refuse(made, "multipleOf", path, f"multiples of {both} cannot be enforced together")
 
-    def _counts(self, made: dict[str, Value], path: str) -> None:
+    def _counts(self, made: dict[str, SchemaValue], path: str) -> None:
         for key in _COUNTS.intersection(made):
             value = made[key]
             if _is_number(value):
@@ -208,11 +212,11 @@ class _Rewriter:
         own, required = made.get("properties", {}), made.get("required", [])
         if not isinstance(own, dict) or not isinstance(required, list):
             return
-        least: Value = made.get("minProperties")
+        least: SchemaValue = made.get("minProperties")
         if _is_number(least) and least <= len(set(map(str, required))):
             del made["minProperties"]
         closed = made.get("additionalProperties") is False and "patternProperties" not in made
-        most: Value = made.get("maxProperties")
+        most: SchemaValue = made.get("maxProperties")
         if closed and _is_number(most) and most >= len(own):
             del made["maxProperties"]
         # Beside properties that need not be there, the library knows only that one must be.
@@ -222,7 +226,7 @@ class _Rewriter:
                 if key in made:
                     self._not_enforced(made, key, path)
 
-    def _texts(self, made: dict[str, Value], path: str) -> None:
+    def _texts(self, made: dict[str, SchemaValue], path: str) -> None:
         format = made.get("format")
         if isinstance(format, str) and format not in FORMATS:
             del made["format"]
@@ -242,27 +246,27 @@ class _Rewriter:
                 if self._loose:
                     made["additionalProperties"] = True
 
-    def _others(self, made: dict[str, Value], path: str) -> None:
+    def _others(self, made: dict[str, SchemaValue], path: str) -> None:
         _simplify(made, any_name="$dynamicRef" not in self._pointed)
         if made.get("not") is True:
             return
         for key in sorted(_NOT_ENFORCED.intersection(made)):
             self._not_enforced(made, key, path)
 
-    def _refuse(self, made: dict[str, Value], key: str, path: str, why: str) -> None:
+    def _refuse(self, made: dict[str, SchemaValue], key: str, path: str, why: str) -> None:
         if not self._loose:
             raise SchemaError(f"{f'{path}.{key}' if path else key}: {why}")
         del made[key]
         self._unenforced.append(key)
 
-    def _too_wide(self, schema: dict[str, Value], key: str, count: int) -> None:
+    def _too_wide(self, schema: dict[str, SchemaValue], key: str, count: int) -> None:
         if key in schema:
             self._refuse(
                 schema, key, "", f"about {count} parts may follow at one place; {MAX_ITEMS} can be followed"
             )
             schema["additionalProperties"] = True
 
-    def _not_enforced(self, made: dict[str, Value], key: str, path: str) -> None:
+    def _not_enforced(self, made: dict[str, SchemaValue], key: str, path: str) -> None:
         """The library says why, unless it is left out."""
         self._unenforced.append(key if self._loose or not path else f"{path}.{key}")
         if self._loose:
@@ -272,7 +276,7 @@ class _Rewriter:
 _RANGE = "±2^53, with a fraction ±10^15, beyond which numbers are not exact"
 
 
-def _simplify(made: dict[str, Value], *, any_name: bool) -> None:
+def _simplify(made: dict[str, SchemaValue], *, any_name: bool) -> None:
     """Leaves out what says nothing, and says some keywords by others. If `not` is true then, nothing fits.
 
     any_name: no anchor is referred to dynamically.
@@ -306,7 +310,7 @@ def _simplify(made: dict[str, Value], *, any_name: bool) -> None:
     _name_properties(made)
 
 
-def _name_properties(made: dict[str, Value]) -> None:
+def _name_properties(made: dict[str, SchemaValue]) -> None:
     """propertyNames, if it says nothing, or which names or what pattern they have."""
     names = made.get("propertyNames")
     if names is None:
@@ -328,11 +332,11 @@ def _name_properties(made: dict[str, Value]) -> None:
         del made["propertyNames"]
 
 
-def _fits_all(schema: Value) -> bool:
+def _fits_all(schema: SchemaValue) -> bool:
     return schema is True or schema == {}
 
 
-def _is_number(value: Value) -> bool:
+def _is_number(value: SchemaValue) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -346,7 +350,7 @@ def _outside(number: float) -> bool:
     return abs(number) > MAX_INTEGER
 
 
-def _whole(value: Value) -> Value:
+def _whole(value: SchemaValue) -> SchemaValue:
     """Whole numbers in it as integers."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -355,7 +359,7 @@ def _whole(value: Value) -> Value:
     return {key: _whole(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def _numbers(value: Value, depth: int) -> Iterator[float]:
+def _numbers(value: SchemaValue, depth: int) -> Iterator[float]:
     if depth > MAX_DEPTH:
         raise SchemaError(f"recursion limit: it is nested more than {MAX_DEPTH} levels deep")
     if _is_number(value):
@@ -365,7 +369,7 @@ def _numbers(value: Value, depth: int) -> Iterator[float]:
             yield from _numbers(each, depth + 1)
 
 
-def _pointed(value: Value, depth: int) -> Iterator[str]:
+def _pointed(value: SchemaValue, depth: int) -> Iterator[str]:
     """The steps of all references: what stands below any of these names may be a schema."""
     if depth > MAX_DEPTH:
         raise SchemaError(f"recursion limit: it is nested more than {MAX_DEPTH} levels deep")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.engine.plan import Logprobs
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -75,7 +75,7 @@ class HandoffNames:
 class StartPrefill:
     address: str
     name: AttemptName
-    request: Request
+    request: EngineRequest
     params: SamplingParams
     """The request's parameters, with the seed of the first choice to sample."""
     token_ids: tuple[int, ...]

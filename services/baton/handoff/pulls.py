@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from baton.kvcache import Holding, KvCache
+from baton.kvcache import BlockTable, KvCacheManager
 
 H = TypeVar("H")
 
@@ -19,7 +19,7 @@ H = TypeVar("H")
 class Pull(Generic[H]):
     handoff: H
     address: str
-    holding: Holding
+    holding: BlockTable
     targets: tuple[int, ...]
     """Local pages; the holding owns them."""
     stop: list[int]
@@ -34,7 +34,7 @@ class Pull(Generic[H]):
 
 
 class Pulls(Generic[H]):
-    def __init__(self, cache: KvCache, seconds: float) -> None:
+    def __init__(self, cache: KvCacheManager, seconds: float) -> None:
         """`seconds`: how long a copy may take."""
         self.seconds = seconds
         self._cache = cache

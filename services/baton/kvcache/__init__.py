@@ -5,23 +5,23 @@ sequence has. `kv_events` informs observers of what is cached. All of this is pu
 clock, for one thread. `page_map` draws a pool. `pool` holds the tensors behind the page ids and is imported
 separately."""
 
-from baton.kvcache.cache import KvCache
-from baton.kvcache.groups import FULL, GONE, KvGroup
-from baton.kvcache.holding import Holding
+from baton.kvcache.block_table import BlockTable
+from baton.kvcache.kv_cache_manager import KvCacheManager
+from baton.kvcache.kv_groups import FULL, NO_PAGE, KvGroup
 from baton.kvcache.page_allocator import AccountingError, OutOfPages, PageAllocator, PageCounts
 from baton.kvcache.prefix_tree import PrefixTree
-from baton.kvcache.tree_node import Node
+from baton.kvcache.tree_node import TreeNode
 
 __all__ = [
     "FULL",
-    "GONE",
+    "NO_PAGE",
     "AccountingError",
-    "Holding",
-    "KvCache",
+    "BlockTable",
+    "KvCacheManager",
     "KvGroup",
-    "Node",
     "OutOfPages",
     "PageAllocator",
     "PageCounts",
     "PrefixTree",
+    "TreeNode",
 ]

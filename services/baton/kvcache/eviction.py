@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
-from baton.kvcache.tree_node import Node
+from baton.kvcache.tree_node import TreeNode
 
-Policy = Callable[[Node], tuple[int, ...]]
+Policy = Callable[[TreeNode], tuple[int, ...]]
 """Orders candidates: the smallest is evicted first."""
 
 POLICIES: dict[str, Policy] = {
@@ -36,11 +36,11 @@ class EvictionQueue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
-        self._valid: dict[Node, int] = {}
+        self._heap: list[tuple[tuple[int, ...], int, TreeNode]] = []
+        self._valid: dict[TreeNode, int] = {}
         self._serials = count()
 
-    def put(self, candidate: Node) -> None:
+    def put(self, candidate: TreeNode) -> None:
         """Adds a candidate, or moves it to where its usage now belongs."""
         serial = self._valid[candidate] = next(self._serials)
         heapq.heappush(self._heap, (self._policy(candidate), serial, candidate))
@@ -48,10 +48,10 @@ class EvictionQueue:
             self._heap = [entry for entry in self._heap if self._valid.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
 
-    def discard(self, candidate: Node) -> None:
+    def discard(self, candidate: TreeNode) -> None:
         self._valid.pop(candidate, None)
 
-    def first(self) -> Node | None:
+    def first(self) -> TreeNode | None:
         """The next to evict; stays in the queue."""
         while self._heap:
             _, serial, candidate = self._heap[0]
@@ -60,7 +60,7 @@ class EvictionQueue:
             heapq.heappop(self._heap)
         return None
 
-    def __contains__(self, candidate: Node) -> bool:
+    def __contains__(self, candidate: TreeNode) -> bool:
         return candidate in self._valid
 
     def __len__(self) -> int:

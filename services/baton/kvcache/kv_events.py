@@ -111,7 +111,7 @@ class TreeEvents:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class TreeChanges:
     """From the state after change `after` to that after `sequence`: digests, none of them in both. snapshot:
     `stored` is all there is."""
 
@@ -161,12 +161,12 @@ class TreeLog:
         self._held.clear()
         self._log.clear()
 
-    def since(self, sequence: int | None) -> Changes:
+    def since(self, sequence: int | None) -> TreeChanges:
         """All changes after this one, or a snapshot where they are not remembered. None: from nothing."""
         behind = self.sequence - sequence if sequence is not None else -1
         if sequence is None or not 0 <= behind <= len(self._log):
             held = tuple(as_number(digest) for digest in self._held.values())
-            return Changes(0, self.sequence, held, snapshot=True)
+            return TreeChanges(0, self.sequence, held, snapshot=True)
         # What came and went, or went and came back, is no change: the last word on each digest counts where
         # it differs from what there was before, which is the opposite of the first word.
         first: dict[int, bool] = {}
@@ -176,4 +176,4 @@ class TreeLog:
             last[digest] = came
         stored = tuple(d for d, came in last.items() if came and first[d])
         removed = tuple(d for d, came in last.items() if not came and not first[d])
-        return Changes(sequence, self.sequence, stored, removed)
+        return TreeChanges(sequence, self.sequence, stored, removed)

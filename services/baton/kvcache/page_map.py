@@ -26,7 +26,7 @@ class PageUse(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CellRun:
     """Adjacent cells with the same contents."""
 
     cells: int
@@ -39,7 +39,7 @@ class PageMap:
     total: int
     pages_per_cell: int
     """The last cell may have fewer."""
-    runs: tuple[Run, ...]
+    runs: tuple[CellRun, ...]
 
 
 def mark(uses: bytearray, pages: Iterable[int], use: PageUse) -> None:
@@ -64,5 +64,5 @@ def page_map(uses: bytes | bytearray, max_cells: int) -> PageMap:
     counts = np.stack([(grid == use).sum(axis=1) for use in PageUse], axis=1)
     starts = np.flatnonzero(np.any(counts[1:] != counts[:-1], axis=1)) + 1
     edges = [0, *starts.tolist(), cells]
-    runs = (Run(end - start, tuple(counts[start].tolist())) for start, end in pairwise(edges))
+    runs = (CellRun(end - start, tuple(counts[start].tolist())) for start, end in pairwise(edges))
     return PageMap(total, per_cell, tuple(runs))

@@ -11,12 +11,12 @@ from itertools import count as counter
 from typing import Protocol
 
 from baton.kvcache.eviction import EvictionQueue, make_policy
-from baton.kvcache.groups import FULL, GONE, KvGroup
+from baton.kvcache.kv_groups import FULL, NO_PAGE, KvGroup
 from baton.kvcache.page_allocator import AccountingError, require
-from baton.kvcache.tree_node import Node, PageRow
+from baton.kvcache.tree_node import PageRow, TreeNode
 from baton.kvcache.window_pages import WindowPages
 
-Tokens = Sequence[int] | bytes
+TokenKey = Sequence[int] | bytes
 """Token ids, or what `PrefixTree.encode` has made of them."""
 _WITHDRAWN = "\udc00"
 """A lone surrogate, which begins namespaces that no message can name."""
@@ -56,7 +56,7 @@ class PrefixTree:
         self._has_windows = bool(self._windows.groups)
         self.full_groups = len(self.groups) - len(self._windows.groups)
         """Pages of a row that live as long as the row."""
-        self._root = Node(None, ("", b""), b"", 0, [], [])
+        self._root = TreeNode(None, ("", b""), b"", 0, [], [])
         self._ids = counter()
         self._observer: TreeObserver | None = None
         self.version = 0
@@ -66,7 +66,7 @@ class PrefixTree:
         self._locked_rows = 0
         self._now = 0
 
-    def encode(self, tokens: Tokens, max_rows: int | None = None) -> bytes:
+    def encode(self, tokens: TokenKey, max_rows: int | None = None) -> bytes:
         """The keys of the first `max_rows` whole pages. For who searches for the same tokens several times.
 
         Raises OverflowError for a token id that is out of range, as all methods that take token ids.
@@ -81,11 +81,11 @@ class PrefixTree:
 
     def match(
         self,
-        tokens: Tokens,
+        tokens: TokenKey,
         namespace: str = "",
         max_rows: int | None = None,
         position: int | None = None,
-    ) -> tuple[Node, list[PageRow]]:
+    ) -> tuple[TreeNode, list[PageRow]]:
         """Finds the longest usable prefix in whole pages, and counts as a use of it: its rows, and the node
         that ends with it. Locks nothing; the node is stale after an `evict`.
 
@@ -102,12 +102,14 @@ class PrefixTree:
         self._touch(node, hits=1)
         return node, rows
 
-    def match_length(self, tokens: Tokens, namespace: str = "", max_rows: int | None = None) -> int:
+    def match_length(self, tokens: TokenKey, namespace: str = "", max_rows: int | None = None) -> int:
         """Rows that `match` would find; changes nothing."""
         rows = self._descend(self._root, self.encode(tokens, max_rows), namespace)[2]
         return self._windows.usable(rows, None) if self._has_windows else len(rows)
 
-    def unlocked_rows(self, tokens: Tokens, rows: int, namespace: str, after: Node | None = None) -> int:
+    def unlocked_rows(
+        self, tokens: TokenKey, rows: int, namespace: str, after: TreeNode | None = None
+    ) -> int:
         """Number of unlocked rows in the tree among the first `rows` of tokens that follow `after` (None: the
         beginning). Changes nothing."""
         after = self._root if after is None else after
@@ -120,7 +122,7 @@ class PrefixTree:
             size = len(node.rows)
         return count
 
-    def unlocked_pages(self, tokens: Tokens, rows: int, namespace: str, position: int | None) -> int:
+    def unlocked_pages(self, tokens: TokenKey, rows: int, namespace: str, position: int | None) -> int:
         """By how much `evictable` falls when a prefix of `rows` usable rows is matched and held."""
         count = self.unlocked_rows(tokens, rows, namespace) * self.full_groups
         if self._has_windows:
@@ -128,7 +130,7 @@ class PrefixTree:
             count += self._windows.unreferenced(found, position)
         return count
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: TreeNode) -> None:
         """Keeps the rows of the node and its ancestors from eviction, until as many calls of `unlock`."""
         if node.parent is None and node is not self._root:
             raise AccountingError("a node that was evicted cannot be locked")
@@ -139,7 +141,7 @@ class PrefixTree:
                 self._locked_rows += len(above.rows)
             above.locks += 1
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: TreeNode) -> None:
         if node.own_locks == 0:
             raise AccountingError("a node was unlocked more often than locked")
         node.own_locks -= 1
@@ -167,8 +169,8 @@ class PrefixTree:
         tokens: Sequence[int],
         rows: Sequence[PageRow],
         namespace: str = "",
-        after: Node | None = None,
-    ) -> tuple[Node, list[int]]:
+        after: TreeNode | None = None,
+    ) -> tuple[TreeNode, list[int]]:
         """Inserts `rows`, which hold the KV of `tokens` (those beyond the last whole page are left out).
 
         Returns the node that ends where the rows end, and the pages that the tree has taken: all of new rows,
@@ -194,7 +196,7 @@ class PrefixTree:
             if self._observer is not None:
                 self._observer.stored(node.ids[-1] if node.ids else None, namespace, rest, ids)
             node = self._append(node, namespace, rest, fresh, ids)
-            taken += [page for row in fresh for page in row if page != GONE]
+            taken += [page for row in fresh for page in row if page != NO_PAGE]
         if taken:
             self.cached += len(taken)
             self.version += 1
@@ -209,9 +211,9 @@ class PrefixTree:
             leaf = self._queue.first()
             if leaf is None:
                 break
-            while leaf.rows and (len(evicted) < count or max(leaf.rows[-1]) == GONE):
+            while leaf.rows and (len(evicted) < count or max(leaf.rows[-1]) == NO_PAGE):
                 row = leaf.rows.pop()
-                evicted += [page for page in row if page != GONE]
+                evicted += [page for page in row if page != NO_PAGE]
                 removed.append(leaf.ids.pop())
                 if self._has_windows:
                     self._windows.removed(row)
@@ -227,7 +229,7 @@ class PrefixTree:
             self._observer.removed(removed)
         return evicted
 
-    def withdraw(self, node: Node) -> None:
+    def withdraw(self, node: TreeNode) -> None:
         """No search from the root finds any more what leads to `node`, nor what follows any of it: the
         contents are damaged. The rows stay until they are evicted, before others, for observers in
         another namespace."""
@@ -254,7 +256,7 @@ class PrefixTree:
             self._report(observer, self._root)
 
     @staticmethod
-    def _report(observer: TreeObserver, top: Node) -> None:
+    def _report(observer: TreeObserver, top: TreeNode) -> None:
         for node in top.subtree():
             if node.parent is not None:
                 above = node.parent.ids
@@ -279,7 +281,7 @@ class PrefixTree:
         """All pages held, with their namespaces, in no particular order."""
         for node in self._root.subtree():
             for row in node.rows:
-                yield from ((node.child_key[0], page) for page in row if page != GONE)
+                yield from ((node.child_key[0], page) for page in row if page != NO_PAGE)
 
     def check(self) -> None:
         """Compares structure, locks, counts and candidates with each other, O(n). Raises AccountingError."""
@@ -314,7 +316,7 @@ class PrefixTree:
         require((len(pages), locked) == (self.cached, self._locked_rows), "pages in the tree were miscounted")
         self._windows.check(self._root.subtree())
 
-    def _descend(self, node: Node, key: bytes, namespace: str) -> tuple[Node, int, list[PageRow]]:
+    def _descend(self, node: TreeNode, key: bytes, namespace: str) -> tuple[TreeNode, int, list[PageRow]]:
         """Follows `key` below `node`: the last node reached, how many of its rows match, all rows found."""
         inside = len(node.rows)
         found: list[PageRow] = []
@@ -331,13 +333,13 @@ class PrefixTree:
             offset += len(node.key)
         return node, inside, found
 
-    def _split(self, node: Node, rows: int) -> Node:
+    def _split(self, node: TreeNode, rows: int) -> TreeNode:
         upper = node.split(rows, self._stride)
         if self._has_windows:
             self._windows.moved(upper, node)
         return upper
 
-    def _fill(self, node: Node, start: Node, rows: Sequence[PageRow]) -> list[int]:
+    def _fill(self, node: TreeNode, start: TreeNode, rows: Sequence[PageRow]) -> list[int]:
         """Gives to the nodes from `node` up to `start`, that one left out, those pages of `rows` that they
         lack; the rows begin where `start` ends."""
         taken: list[int] = []
@@ -347,9 +349,11 @@ class PrefixTree:
             node = node.parent
         return taken
 
-    def _append(self, node: Node, namespace: str, key: bytes, rows: list[PageRow], ids: list[int]) -> Node:
+    def _append(
+        self, node: TreeNode, namespace: str, key: bytes, rows: list[PageRow], ids: list[int]
+    ) -> TreeNode:
         """Adds rows below a node just touched; extends the node instead if that makes no difference."""
-        child = Node(node, (namespace, key[: self._stride]), key, node.end, rows, ids)
+        child = TreeNode(node, (namespace, key[: self._stride]), key, node.end, rows, ids)
         child.created = child.last_used = self._now
         child.withdrawn = node.withdrawn
         alone = node is not self._root and not node.children and node.locks == 0
@@ -366,7 +370,7 @@ class PrefixTree:
             self._windows.moved(child)
         return child
 
-    def _remove(self, leaf: Node) -> None:
+    def _remove(self, leaf: TreeNode) -> None:
         assert leaf.parent is not None
         self._queue.discard(leaf)
         if self._has_windows:
@@ -375,7 +379,7 @@ class PrefixTree:
         self._enqueue(leaf.parent)
         leaf.parent = None
 
-    def _touch(self, node: Node, hits: int) -> None:
+    def _touch(self, node: TreeNode, hits: int) -> None:
         self._now += 1
         for above in node.path():
             above.last_used = self._now
@@ -384,6 +388,6 @@ class PrefixTree:
                 self._windows.touched(above)
         self._enqueue(node)
 
-    def _enqueue(self, node: Node) -> None:
+    def _enqueue(self, node: TreeNode) -> None:
         if node is not self._root and not node.children and node.locks == 0:
             self._queue.put(node)

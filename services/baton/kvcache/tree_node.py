@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 PageRow = tuple[int, ...]
-"""The page of each group at one page index; GONE where a window group holds it no more."""
+"""The page of each group at one page index; NO_PAGE where a window group holds it no more."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Node:
+class TreeNode:
     """A run of page rows with common usage and locks, so that the tree behaves as if every row were a
     separate node. When a run is split, the node object keeps its end, and the upper part is new.
     """
 
-    parent: Node | None
+    parent: TreeNode | None
     """None: the root, or a node that was evicted."""
     child_key: tuple[str, bytes]
     """The parent's key of it: namespace, and the first row's tokens."""
@@ -26,7 +26,7 @@ class Node:
     rows: list[PageRow]
     ids: list[int]
     """For each row a number that no other row of the tree ever has, for observers."""
-    children: dict[tuple[str, bytes], Node] = field(default_factory=dict)
+    children: dict[tuple[str, bytes], TreeNode] = field(default_factory=dict)
     own_locks: int = 0
     """Locks on exactly this end."""
     locks: int = 0
@@ -43,12 +43,14 @@ class Node:
         """Page index behind its last row."""
         return self.first + len(self.rows)
 
-    def split(self, rows: int, stride: int) -> Node:
+    def split(self, rows: int, stride: int) -> TreeNode:
         """Splits the run after `rows` of its rows, of `stride` key bytes each; returns the new upper part."""
         parent = self.parent
         assert parent is not None, "the root has no rows to split"
         border = rows * stride
-        upper = Node(parent, self.child_key, self.key[:border], self.first, self.rows[:rows], self.ids[:rows])
+        upper = TreeNode(
+            parent, self.child_key, self.key[:border], self.first, self.rows[:rows], self.ids[:rows]
+        )
         upper.locks, upper.created = self.locks, self.created
         upper.last_used, upper.hits, upper.withdrawn = self.last_used, self.hits, self.withdrawn
         parent.children[self.child_key] = upper
@@ -72,14 +74,14 @@ class Node:
                 high = middle - 1
         return low
 
-    def path(self) -> Iterator[Node]:
+    def path(self) -> Iterator[TreeNode]:
         """It and all above it, the root last."""
-        node: Node | None = self
+        node: TreeNode | None = self
         while node is not None:
             yield node
             node = node.parent
 
-    def subtree(self) -> Iterator[Node]:
+    def subtree(self) -> Iterator[TreeNode]:
         """It and all below it."""
         waiting = [self]
         while waiting:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from baton.kvcache.eviction import EvictionQueue, Policy
-from baton.kvcache.groups import GONE, KvGroup
+from baton.kvcache.kv_groups import NO_PAGE, KvGroup
 from baton.kvcache.page_allocator import require
-from baton.kvcache.tree_node import Node, PageRow
+from baton.kvcache.tree_node import PageRow, TreeNode
 
 
 class WindowPages:
@@ -24,7 +24,7 @@ class WindowPages:
         """Window groups, with their places in a row."""
         self._page_size = page_size
         self.references: dict[int, int] = {}
-        self._home: dict[int, Node] = {}
+        self._home: dict[int, TreeNode] = {}
         """The node of each page."""
         # A node with unreferenced pages is in one of these, or in both. If only in `_ends`, none is inner.
         self._inner = EvictionQueue(policy)
@@ -51,7 +51,7 @@ class WindowPages:
         found: int | None = None
         for place, group in self.groups:
             for index in range(length - 1, self._first(group, length, position) - 1, -1):
-                if rows[index][place] == GONE:
+                if rows[index][place] == NO_PAGE:
                     found = max(index, found or 0)
                     break
         return found
@@ -59,7 +59,7 @@ class WindowPages:
     def unreferenced(self, rows: Sequence[PageRow], position: int | None) -> int:
         """Number of pages that `usable` wants of these rows, and that are there and nobody references."""
         return sum(
-            row[place] != GONE and row[place] not in self.references
+            row[place] != NO_PAGE and row[place] not in self.references
             for place, group in self.groups
             for row in rows[self._first(group, len(rows), position) :]
         )
@@ -81,13 +81,13 @@ class WindowPages:
                 del self.references[page]
                 self._inner.put(self._home[page])
 
-    def moved(self, *nodes: Node) -> None:
+    def moved(self, *nodes: TreeNode) -> None:
         """Takes note that these nodes have other rows than before."""
         for node in nodes:
             self._home.update((page, node) for page in self._pages(node))
             self._inner.put(node)
 
-    def touched(self, node: Node) -> None:
+    def touched(self, node: TreeNode) -> None:
         """The node's usage has changed."""
         for queue in (self._inner, self._ends):
             if node in queue:
@@ -96,20 +96,20 @@ class WindowPages:
     def removed(self, row: PageRow) -> None:
         """The tree holds the row no more."""
         for place, _ in self.groups:
-            if row[place] != GONE:
+            if row[place] != NO_PAGE:
                 del self._home[row[place]]
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: TreeNode) -> None:
         self._inner.discard(node)
         self._ends.discard(node)
 
-    def fill(self, node: Node, rows: Sequence[PageRow]) -> list[int]:
+    def fill(self, node: TreeNode, rows: Sequence[PageRow]) -> list[int]:
         """Takes those pages of `rows`, which hold the same as the node's, that the node lacks."""
         taken: list[int] = []
         for index, row in enumerate(rows):
             own = node.rows[index]
-            if GONE in own and own != row:
-                filled = tuple(new if old == GONE else old for old, new in zip(own, row, strict=True))
+            if NO_PAGE in own and own != row:
+                filled = tuple(new if old == NO_PAGE else old for old, new in zip(own, row, strict=True))
                 taken += [new for old, new in zip(own, filled, strict=True) if new != old]
                 node.rows[index] = filled
         if taken:
@@ -133,25 +133,25 @@ class WindowPages:
             self._ends.discard(node)
         return evicted
 
-    def _evict(self, node: Node, inner: bool) -> list[int]:
+    def _evict(self, node: TreeNode, inner: bool) -> list[int]:
         evicted: list[int] = []
         for place, group in self.groups:
             behind = group.keeps(node.end * self._page_size, self._page_size) if inner else node.end
             for index in range(min(behind - node.first, len(node.rows))):
                 row = node.rows[index]
                 page = row[place]
-                if page != GONE and page not in self.references:
-                    node.rows[index] = (*row[:place], GONE, *row[place + 1 :])
+                if page != NO_PAGE and page not in self.references:
+                    node.rows[index] = (*row[:place], NO_PAGE, *row[place + 1 :])
                     del self._home[page]
                     evicted.append(page)
         return evicted
 
-    def _pages(self, node: Node) -> list[int]:
-        return [row[place] for place, _ in self.groups for row in node.rows if row[place] != GONE]
+    def _pages(self, node: TreeNode) -> list[int]:
+        return [row[place] for place, _ in self.groups for row in node.rows if row[place] != NO_PAGE]
 
-    def check(self, nodes: Iterable[Node]) -> None:
+    def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raises AccountingError."""
-        home: dict[int, Node] = {}
+        home: dict[int, TreeNode] = {}
         queued = 0
         for node in nodes:
             queued += (node in self._inner) + (node in self._ends)

@@ -14,10 +14,10 @@ from baton.layers.linear import Linear
 from baton.layers.norm import add_one
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope
-from baton.layers.shard import times
+from baton.layers.tensor_parallel import times
 
 if TYPE_CHECKING:
-    from baton.layers.latent_attention import LatentProjections
+    from baton.layers.mla import MlaProjections
 
 
 class KvShape(NamedTuple):
@@ -41,7 +41,7 @@ class AttentionOptions:
     """Scores become softcap * tanh(scores / softcap)."""
     sinks: torch.Tensor | None = None
     """[heads]: of each head a score that takes part in the softmax and has no value."""
-    latent: LatentProjections | None = None
+    latent: MlaProjections | None = None
     """What the pool holds are latents, of which keys and values are made."""
     kv_scales: torch.Tensor | None = None
     """float32 [2, kv heads]: the pool holds keys and values in FP8, divided by these."""
@@ -164,7 +164,7 @@ class Attention(AttentionModule):
 
     def write(self, projected: torch.Tensor, place: Place) -> torch.Tensor:
         """One kernel. -> queries [tokens, heads, head_dim]"""
-        from baton.layers.kernels.qkv import write_qkv
+        from baton.layers.kernels.rope_kv_write import write_qkv
 
         scales = self.options.kv_scales
         write_qkv(projected, self.qk_norm, place.rotation, *place[:5], self.heads, self.norm_eps, scales)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from baton.layers.shard import Communicator
-from baton.layers.weights.cpu import Int8, MakeProduct, Product, exact_products
-from baton.layers.weights.method import QuantizedWeight
+from baton.layers.quantization.cpu import Int8, MakeProduct, Product, exact_products
+from baton.layers.quantization.weight_method import QuantizedWeight
+from baton.layers.tensor_parallel import Communicator
 
 TYPICAL_ROWS = (1, 16)
 """Rows of decode steps. With hundreds of rows all layouts are equally fast."""
@@ -61,10 +61,10 @@ class Blocked:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._matrix, bias, "add")  # type: ignore[no-any-return]
 
 
-Layout = type[Transposed] | type[Blocked]
+WeightLayout = type[Transposed] | type[Blocked]
 
 
-def fastest_layout(weight: torch.Tensor) -> Layout:
+def fastest_layout(weight: torch.Tensor) -> WeightLayout:
     """For weights of this shape and dtype, by measuring (some tens of milliseconds, more for large ones).
 
     With one thread, by the time that the processor gave it, and the shortest of many times: other processes
@@ -72,7 +72,7 @@ def fastest_layout(weight: torch.Tensor) -> Layout:
     """
     if not blocked_available(weight.dtype):
         return Transposed
-    layouts: tuple[Layout, ...] = (Transposed, Blocked)
+    layouts: tuple[WeightLayout, ...] = (Transposed, Blocked)
     return layouts[_fastest([layout(weight) for layout in layouts], weight.shape[1], weight.dtype)]
 
 
@@ -158,7 +158,7 @@ class Linear:
         self._communicator = communicator
         self._packed: Product | None = None
 
-    def pack(self, layout: Layout) -> None:
+    def pack(self, layout: WeightLayout) -> None:
         """Converts the weight to a layout and drops the plain one. Once, and on a CPU only."""
         assert self.weight is not None
         self._packed = layout(self.weight)

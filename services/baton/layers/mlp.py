@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.parameters import Parameters
-from baton.layers.shard import times
+from baton.layers.tensor_parallel import times
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch
 
-from baton.checkpoint import CheckpointError
 from baton.layers.linear import Linear
-from baton.layers.shard import ONE_RANK, Communicator, Cut, Shard, Span
-from baton.layers.weights.method import Method, QuantizedWeight, WeightPlan
+from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod, WeightPlan
+from baton.layers.tensor_parallel import ONE_RANK, Communicator, IndexRange, Shard, TensorSlice
+from baton.model_path import CheckpointError
 
 Fill = Literal["normal", "ones", "zeros"]
 
@@ -33,7 +33,7 @@ class Parameter:
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
     """From the checkpoint's tensor, on the host, to what is copied to `target`. That of a matrix only
     reorders its rows."""
-    cut: Cut | None = None
+    cut: TensorSlice | None = None
     """The part of the checkpoint's tensor that is read and, if `convert` says so, converted; None: all of
     it."""
 
@@ -81,7 +81,7 @@ class Parameters:
         shape: torch.Size | None = None,
         fill: Fill = "normal",
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        cut: Cut | None = None,
+        cut: TensorSlice | None = None,
     ) -> None:
         """`shape`: in the checkpoint, where it is not the target's. Raises CheckpointError if it is empty."""
         own = shape or torch.Size(target.shape)
@@ -91,7 +91,9 @@ class Parameters:
             )
         self.table[self.prefix + name] = Parameter(target, own, fill, convert, cut)
 
-    def tensor(self, name: str, *shape: int, fill: Fill = "normal", cut: Cut | None = None) -> torch.Tensor:
+    def tensor(
+        self, name: str, *shape: int, fill: Fill = "normal", cut: TensorSlice | None = None
+    ) -> torch.Tensor:
         """A tensor that lies in memory as it does in the checkpoint, where it has this shape."""
         whole = torch.Size(shape)
         target = self.empty(*(whole if cut is None else cut.shape(whole)))
@@ -106,8 +108,8 @@ class Parameters:
         convert: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
         *,
         quantize: bool = True,
-        rows: Mapping[str, Sequence[Span]] | None = None,
-        columns: Span | None = None,
+        rows: Mapping[str, Sequence[IndexRange]] | None = None,
+        columns: IndexRange | None = None,
         reduce: bool = True,
         memory: QuantizedWeight | None = None,
     ) -> Linear:
@@ -120,7 +122,9 @@ class Parameters:
         is false; the bias is then rank 0's.
         """
         single = self.shard.size == 1
-        cuts = {name: None if single else Cut(0, tuple(spans)) for name, spans in (rows or {}).items()}
+        cuts = {
+            name: None if single else TensorSlice(0, tuple(spans)) for name, spans in (rows or {}).items()
+        }
         sizes = [
             size if (cut := cuts.get(name)) is None else cut.shape(torch.Size([size]))[0]
             for name, size in parts.items()
@@ -128,7 +132,7 @@ class Parameters:
         shapes = {name: torch.Size([size, inputs]) for name, size in parts.items()}
         if columns is not None and not single:
             assert rows is None
-            cuts = dict.fromkeys(parts, Cut(1, (columns,)))
+            cuts = dict.fromkeys(parts, TensorSlice(1, (columns,)))
             whole, inputs = inputs, columns[1]
             self._check_columns(whole, inputs, next(iter(parts)))
         else:
@@ -191,7 +195,7 @@ class Parameters:
         shapes: Mapping[str, torch.Size],
         sizes: Sequence[int],
         convert: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
-        cuts: Mapping[str, Cut | None],
+        cuts: Mapping[str, TensorSlice | None],
     ) -> torch.Tensor:
         biases = self.empty(sum(sizes))
         for (name, shape), view in zip(shapes.items(), torch.split(biases, list(sizes)), strict=True):
@@ -204,7 +208,9 @@ class Parameters:
         return sum(parameter.target.nbytes for parameter in self.table.values())
 
 
-def _whole_blocks(method: Method, sizes: Sequence[int], reordered: bool, held: Sequence[Cut]) -> bool:
+def _whole_blocks(
+    method: WeightMethod, sizes: Sequence[int], reordered: bool, held: Sequence[TensorSlice]
+) -> bool:
     """Whether blocks that share a scale stay whole: none reaches across merged matrices, and neither
     reordering nor what this rank holds takes one apart."""
     if method.rows == 1:

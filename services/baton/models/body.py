@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_pool import KvPool
 from baton.layers.forward_batch import AttendPages
 from baton.models.decoder import Decoder, plain_layers
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from baton.checkpoint import CheckpointError
 from baton.checkpoint_config import context_length, end_token_ids
 from baton.checkpoint_limits import check_sizes, read_json
 from baton.gguf_file import opened
 from baton.layers.mlp import ACTIVATIONS
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, rope_of
-from baton.models.gguf import read_hf_config
-from baton.models.quantization import quantization_config, read_format
+from baton.model_path import CheckpointError
+from baton.models.gguf_checkpoint import read_hf_config
+from baton.models.quantization_config import quantization_config, read_format
 from baton.models.registry import FAMILIES, build
 
 
@@ -215,7 +215,7 @@ def _choose(hf: Any, implementation: str) -> tuple[str, str]:
     """The architecture's name, and "baton" or "transformers". Raises ModelError."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from baton.models import transformers_backed
+    from baton.models import transformers_backend
 
     names = list(getattr(hf, "architectures", None) or [])
     name = ", ".join(names) or "(none named)"
@@ -236,7 +236,7 @@ def _choose(hf: Any, implementation: str) -> tuple[str, str]:
     supported = f"Baton's own are {', '.join(sorted(FAMILIES))}"
     if implementation == "baton":
         raise ModelError(f"architecture {name} is not one of Baton's own; {supported}")
-    if problem := transformers_backed.problem(hf, name):
+    if problem := transformers_backend.problem(hf, name):
         raise ModelError(f"architecture {name} is not supported: {problem}; {supported}")
     return name, "transformers"
 

@@ -10,21 +10,21 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.attention import Attention, AttentionModule, AttentionOptions, KvShape
-from baton.layers.experts import Mixture
 from baton.layers.forward_batch import ForwardBatch
-from baton.layers.latent_attention import LatentAttention
-from baton.layers.linear import Layout, Linear, Transposed, fastest_layout, fastest_product
+from baton.layers.linear import Linear, Transposed, WeightLayout, fastest_layout, fastest_product
+from baton.layers.mla import MlaAttention
 from baton.layers.mlp import GatedMlp
+from baton.layers.moe import Mixture
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
-from baton.layers.shard import Communicator, Shard
-from baton.layers.weights.cpu import MakeProduct
-from baton.layers.weights.method import QuantizedWeight
+from baton.layers.quantization.cpu import MakeProduct
+from baton.layers.quantization.weight_method import QuantizedWeight
+from baton.layers.tensor_parallel import Communicator, Shard
 from baton.models.config import ModelConfig
 from baton.models.device_mixture import kernels_know
 
 
-class Model(Protocol):
+class LanguageModel(Protocol):
     """What a runner needs of a model: a `Decoder`, or one of `transformers_backed`."""
 
     config: ModelConfig
@@ -194,7 +194,7 @@ class Decoder:
         """With several ranks nothing is measured: layouts round differently, and what all ranks compute, such
         as which experts a token has, must have the same bits everywhere."""
         several = self.shard.size > 1
-        layouts: dict[tuple[torch.Size, torch.dtype], Layout] = {}
+        layouts: dict[tuple[torch.Size, torch.dtype], WeightLayout] = {}
         products: dict[tuple[int, int, tuple[int, int]], MakeProduct] = {}
         for linear in self.parameters.linears:
             weight, quantized = linear.weight, linear.quantized
@@ -243,7 +243,7 @@ class Decoder:
         return self.communicator.gather(logits)[:, : self.config.vocab_size]
 
 
-def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
+def plain_layers(decoder: LanguageModel) -> list[DecoderLayer] | None:
     """The layers if all are like those of Llama or of DeepSeek, of 16 bits: heads rotated alike,
     wholly or in part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss' experts; else
     None."""
@@ -255,7 +255,7 @@ def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
 
 
 def _plain(layer: DecoderLayer) -> bool:
-    known = isinstance(layer.attention, Attention | LatentAttention)
+    known = isinstance(layer.attention, Attention | MlaAttention)
     module = layer.feed_forward
     if isinstance(module, Mixture):
         return known and kernels_know(module)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from baton.layers.experts import Experts, Mixture, Router, Routing
-from baton.layers.latent_attention import LatentAttention, LatentShape
+from baton.layers.mla import MlaAttention, MlaShape
 from baton.layers.mlp import GatedMlp
+from baton.layers.moe import Experts, Mixture, MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models import llama
@@ -36,9 +36,9 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     return llama.llama_like(config, parameters, feed_forward, attention)
 
 
-def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> LatentAttention:
+def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> MlaAttention:
     hf = config.hf
-    shape = LatentShape(
+    shape = MlaShape(
         heads=config.num_heads,
         query_rank=hf.q_lora_rank,
         rank=hf.kv_lora_rank,
@@ -46,7 +46,7 @@ def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rop
         rotated=hf.qk_rope_head_dim,
         value=hf.v_head_dim,
     )
-    return LatentAttention(
+    return MlaAttention(
         parameters,
         index,
         config.hidden_size,
@@ -58,7 +58,7 @@ def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rop
     )
 
 
-def _scale(config: ModelConfig, shape: LatentShape) -> float:
+def _scale(config: ModelConfig, shape: MlaShape) -> float:
     """YaRN's temperature is applied to the scores."""
     scale = (shape.plain + shape.rotated) ** -0.5
     rope = config.hf.rope_parameters
@@ -86,7 +86,7 @@ def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Fee
         group_best=2 if v3 else 1,
     )
     return Mixture(
-        Router(own, "gate", hidden, count, routing, correction=v3, float32=True),
+        MoeGate(own, "gate", hidden, count, routing, correction=v3, float32=True),
         Experts(own.under("experts"), count, hidden, inner),
         GatedMlp(own.under("shared_experts"), hidden, inner * hf.n_shared_experts, reduce=False),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from baton.layers.experts import ClampedSwiglu, Mixture
+from baton.layers.moe import ClampedSwiglu, Mixture
 
 
 def device_mixture(mixture: Mixture) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -18,23 +18,23 @@ from typing import cast
 import torch
 from sgl_kernel import silu_and_mul
 
-from baton.kvcache.groups import places
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_groups import places
+from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import Attention
-from baton.layers.experts import Mixture
 from baton.layers.forward_batch import Place
 from baton.layers.kernels import quantize
+from baton.layers.kernels.batch_invariant_matmul import matmul
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_few, project_parts
 from baton.layers.kernels.gemv import gemv
-from baton.layers.kernels.matmul import matmul
-from baton.layers.kernels.norm import fused_add_rmsnorm, rmsnorm
-from baton.layers.kernels.products import scaled_product
 from baton.layers.kernels.quantize import Quantized
 from baton.layers.kernels.quantized_linear import quantize_for, quantizes
-from baton.layers.latent_attention import LatentAttention
+from baton.layers.kernels.rmsnorm import fused_add_rmsnorm, rmsnorm
+from baton.layers.kernels.scaled_mm import scaled_product
 from baton.layers.linear import Linear
+from baton.layers.mla import MlaAttention
 from baton.layers.mlp import GatedMlp
-from baton.layers.shard import DeviceCommunicator
+from baton.layers.moe import Mixture
+from baton.layers.tensor_parallel import DeviceCommunicator
 from baton.models.body import Step
 from baton.models.decoder import Decoder, plain_layers
 from baton.models.fused_mixture import FusedMixture
@@ -45,7 +45,7 @@ class _Weights:
     """Weights of one layer."""
 
     input_norm: torch.Tensor
-    attention: Attention | LatentAttention
+    attention: Attention | MlaAttention
     tables: torch.Tensor
     cache: torch.Tensor
     """The page tables of its KV group, and its pages."""
@@ -78,7 +78,7 @@ class FusedDecoder:
         self._layers: list[_Weights] = []
         for layer, (group, place) in zip(layers, places(pool.layout.groups, len(layers)), strict=True):
             attention, mlp = layer.attention, layer.feed_forward
-            assert isinstance(attention, Attention | LatentAttention) and isinstance(mlp, GatedMlp | Mixture)
+            assert isinstance(attention, Attention | MlaAttention) and isinstance(mlp, GatedMlp | Mixture)
             self._layers.append(
                 _Weights(
                     layer.input_norm.weight,

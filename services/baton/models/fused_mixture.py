@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from sgl_kernel import silu_and_mul
 
-from baton.layers.experts import Mixture
-from baton.layers.kernels import few_experts, grouped
+from baton.layers.kernels import moe_grouped_gemm, moe_small_batch
+from baton.layers.kernels.batch_invariant_matmul import matmul
 from baton.layers.kernels.gemm import MOST_ROWS, fits, project_parts
 from baton.layers.kernels.gemv import gemv
-from baton.layers.kernels.grouped import Tile
-from baton.layers.kernels.matmul import matmul
-from baton.layers.kernels.norm import rmsnorm
+from baton.layers.kernels.moe_align import COUNTED_PAIRS, choose, sort
+from baton.layers.kernels.moe_gate import score
+from baton.layers.kernels.moe_grouped_gemm import GroupedTile
 from baton.layers.kernels.quantize import Quantized, quantize
-from baton.layers.kernels.router import score
-from baton.layers.kernels.routing import COUNTED_PAIRS, choose, sort
+from baton.layers.kernels.rmsnorm import rmsnorm
+from baton.layers.moe import Mixture
 
 FEW_TOKENS = 4
 """So many rarely share an expert: each reads its own."""
@@ -29,27 +29,27 @@ class Sizes:
     """Rows of a tile, and the tiles of both products."""
 
     rows: int
-    gate_up: Tile
-    down: Tile
+    gate_up: GroupedTile
+    down: GroupedTile
 
 
 SIZES = {
-    12: Sizes(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-    24: Sizes(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
-    96: Sizes(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+    12: Sizes(16, GroupedTile(64, 128, 4, 3), GroupedTile(64, 128, 4, 3)),
+    24: Sizes(32, GroupedTile(64, 128, 4, 4), GroupedTile(64, 128, 4, 3)),
+    96: Sizes(64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3)),
 }
 """Up to so many tokens an expert, on average. The best of 40 tiles a product, on an H200, for 128 experts of
 2,048 and 768, 8 a token: 64 tokens 192 + 104 us (4.1 and 3.8 TB/s), 512 tokens 208 + 117, 2,048 tokens
 290 + 170, 8,192 tokens 783 + 425 us (527 and 485 TFLOP/s)."""
-LARGE = Sizes(128, Tile(128, 64, 8, 3), Tile(128, 64, 4, 3))
+LARGE = Sizes(128, GroupedTile(128, 64, 8, 3), GroupedTile(128, 64, 4, 3))
 SIZES_8 = {
-    12: Sizes(16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
-    24: Sizes(32, Tile(128, 128, 8, 3), Tile(64, 128, 4, 4)),
+    12: Sizes(16, GroupedTile(128, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
+    24: Sizes(32, GroupedTile(128, 128, 8, 3), GroupedTile(64, 128, 4, 4)),
 }
-LARGE_8 = Sizes(128, Tile(128, 128, 8, 4), Tile(128, 128, 8, 4))
+LARGE_8 = Sizes(128, GroupedTile(128, 128, 8, 4), GroupedTile(128, 128, 8, 4))
 """Tiles for many tokens where both operands have 8 bits: tiles are blocks. 64 tokens 163 us with the
 router, 256 tokens 106 + 69, 4,096 tokens 249 + 260."""
-INVARIANT = Sizes(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+INVARIANT = Sizes(64, GroupedTile(64, 64, 4, 4), GroupedTile(128, 64, 4, 4))
 """Always the same, so that the number of rows has no say in the order of adding up."""
 
 
@@ -59,10 +59,12 @@ class FusedMixture:
         self._top_k = mixture.router.routing.top_k
         self._invariant = invariant
         shared = mixture.shared
-        self._joined = shared if shared is not None and few_experts.joins(shared, mixture.experts) else None
+        self._joined = (
+            shared if shared is not None and moe_small_batch.joins(shared, mixture.experts) else None
+        )
         """The shared layer, where it is computed with the experts of one to a few tokens."""
         self._splits = not invariant and fits(mixture.router.linear)
-        self._eight = not invariant and grouped.fits(mixture.experts)
+        self._eight = not invariant and moe_grouped_gemm.fits(mixture.experts)
         """Whether activations of more than a few tokens have 8 bits, as the weights have."""
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,15 +86,15 @@ class FusedMixture:
         if counts is not None:
             counts = counts[experts.first : experts.first + experts.count]
         if few:
-            inner = few_experts.gate_up(x, self._router, experts, chosen, self._joined)
-            few_experts.down(inner, experts, weights, chosen, out[0], self._joined)
+            inner = moe_small_batch.gate_up(x, self._router, experts, chosen, self._joined)
+            moe_small_batch.down(inner, experts, weights, chosen, out[0], self._joined)
         else:
             sizes = INVARIANT if self._invariant else sizes_for(tokens * top_k, experts.total, self._eight)
             tiles = sort(chosen, experts.count, sizes.rows, counts=counts)
-            sorted_inner = grouped.gate_up(
+            sorted_inner = moe_grouped_gemm.gate_up(
                 self._quantized(x) if self._eight else x, experts, tiles, top_k, sizes.gate_up
             )
-            grouped.down(sorted_inner, experts, weights, tiles, out[:top_k], sizes.down)
+            moe_grouped_gemm.down(sorted_inner, experts, weights, tiles, out[:top_k], sizes.down)
         if separate:
             self._project_shared(x, out[-1])
         return out
@@ -108,10 +110,10 @@ class FusedMixture:
         if shared is not None:
             inner = residual.new_empty(1, shared.inner)
             gemv(residual, shared.gate_up, inner, norm=norm, eps=eps, gated=True)
-        own, weights, chosen = few_experts.gate_up_one(
+        own, weights, chosen = moe_small_batch.gate_up_one(
             residual, norm, eps, logits, self._router, self._experts, self._joined
         )
-        few_experts.down(own, self._experts, weights, chosen, residual, self._joined, add=True)
+        moe_small_batch.down(own, self._experts, weights, chosen, residual, self._joined, add=True)
         if shared is not None:
             gemv(inner, shared.down, residual, add=True)
 

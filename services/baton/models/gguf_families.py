@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.checkpoint import CheckpointError
 from baton.gguf_file import GgufFile
+from baton.model_path import CheckpointError
 from baton.models.gguf_rope import rope_parameters
 
 SOFTMAX, SIGMOID = 1, 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.checkpoint import CheckpointError
 from baton.gguf_file import GgufFile
+from baton.model_path import CheckpointError
 
 
 def rope_parameters(file: GgufFile, head_dim: int, **more: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ dequantized from MXFP4 where the checkpoint has that."""
 from __future__ import annotations
 
 from baton.layers.attention import Attention, AttentionOptions
-from baton.layers.experts import PROJECTIONS, ClampedSwiglu, Experts, Mixture, Router, Routing
+from baton.layers.moe import PROJECTIONS, ClampedSwiglu, Experts, Mixture, MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models import llama
@@ -28,7 +28,7 @@ def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Mix
     hf, own = config.hf, parameters.under("mlp")
     activation = ClampedSwiglu(getattr(hf, "swiglu_alpha", 1.702), getattr(hf, "swiglu_limit", 7.0))
     routing = Routing(hf.num_experts_per_tok)
-    router = Router(own, "router", config.hidden_size, hf.num_local_experts, routing, bias=True)
+    router = MoeGate(own, "router", config.hidden_size, hf.num_local_experts, routing, bias=True)
     experts = Experts(
         own.under("experts"),
         hf.num_local_experts,

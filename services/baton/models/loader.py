@@ -15,19 +15,19 @@ from baton import cgroups
 from baton.gguf_file import opened
 from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
-from baton.layers.shard import ONE_RANK, Communicator, Shard
-from baton.layers.weights import gguf
-from baton.layers.weights.method import Filling, QuantizedWeight, WeightPlan
-from baton.layers.weights.quantized import QuantizedTensor
-from baton.models import transformers_backed
+from baton.layers.quantization import gguf
+from baton.layers.quantization.quantized_tensor import QuantizedTensor
+from baton.layers.quantization.weight_method import Filling, QuantizedWeight, WeightPlan
+from baton.layers.tensor_parallel import ONE_RANK, Communicator, Shard
+from baton.models import transformers_backend
 from baton.models.config import ModelConfig, ModelError, read_config
-from baton.models.decoder import Decoder, Model
+from baton.models.decoder import Decoder, LanguageModel
 from baton.models.kv_scales import is_kv_scale
 from baton.models.registry import build
 from baton.models.tensor_files import TensorFile, tensor_files
 from baton.models.weight_plan import weight_plan
 
-Progress = Callable[[int, int], None]
+LoadingProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 _THREADS = 8
@@ -38,7 +38,7 @@ pinned pieces 30 to 45 GB/s, one thread or pageable memory 10; safetensors' own 
 37, with whole tensors beside the weights in the device's memory."""
 
 
-def read_weights(path: Path, declared: Parameters, report: Progress) -> None:
+def read_weights(path: Path, declared: Parameters, report: LoadingProgress) -> None:
     """Fills all parameters. Names and shapes are checked before anything is copied.
 
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
@@ -46,7 +46,7 @@ def read_weights(path: Path, declared: Parameters, report: Progress) -> None:
     parameters = declared.table
     found = _check(path, parameters, declared.ignored, declared.elsewhere)
     names = [name for _, names in found for name in names]
-    progress = _Progress(sum(parameters[name].target.nbytes for name in names), report)
+    progress = _CopyProgress(sum(parameters[name].target.nbytes for name in names), report)
     filling = Filling()
     count = min(_THREADS, cgroups.cores())
     stripes = -(-count // len(found))
@@ -109,7 +109,7 @@ def check_tensors(
     own families the names and shapes of its tensors. Raises CheckpointError."""
     config = read_config(path, context_length, implementation)
     if config.implementation == "transformers":
-        transformers_backed.kv_shape(config)
+        transformers_backend.kv_shape(config)
         tensor_files(path)
         return
     plan = weight_plan(path, torch.device("meta"), quantization, False)
@@ -122,7 +122,7 @@ def _copy(
     names: list[str],
     parameters: dict[str, Parameter],
     filling: Filling,
-    progress: _Progress,
+    progress: _CopyProgress,
 ) -> None:
     """One thread's share; returns when all of it has arrived, or waits in `filling`."""
     device = next(iter(parameters.values())).target.device
@@ -199,10 +199,10 @@ class _Staging:
         self._stream.synchronize()
 
 
-class _Progress:
+class _CopyProgress:
     """Counts what all threads have copied; reports never overlap and never step back."""
 
-    def __init__(self, total: int, report: Progress) -> None:
+    def __init__(self, total: int, report: LoadingProgress) -> None:
         self._total = total
         self._report = report
         self._done = 0
@@ -220,14 +220,14 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     load_format: str = "auto",
-    progress: Progress | None = None,
+    progress: LoadingProgress | None = None,
     context_length: int | None = None,
     implementation: str = "auto",
     quantization: str = "auto",
     quantize_head: bool = False,
     shard: Shard = ONE_RANK,
     communicator: Communicator | None = None,
-) -> Model:
+) -> LanguageModel:
     """Reads a checkpoint's tensors straight to the device.
 
     `dtype` None: the checkpoint's own. `load_format` "dummy": random weights, always the same, of files only
@@ -242,7 +242,7 @@ def load_model(
     dtype, device = dtype or config.dtype, torch.device(device)
     if config.implementation == "transformers":
         _check_plain(quantization, quantize_head, shard)
-        return transformers_backed.load(path, config, dtype, device, load_format == "dummy")
+        return transformers_backend.load(path, config, dtype, device, load_format == "dummy")
     plan = weight_plan(path, device, quantization, quantize_head, load_format, dtype)
     parameters = Parameters(dtype, device, plan=plan, shard=shard, communicator=communicator)
     model = build(config, parameters)
@@ -328,7 +328,7 @@ def weight_bytes(
     config = read_config(path, context_length, implementation)
     if config.implementation == "transformers":
         _check_plain(quantization, quantize_head, shard)
-        return transformers_backed.weight_bytes(config, dtype or config.dtype)
+        return transformers_backend.weight_bytes(config, dtype or config.dtype)
     dtype, device = dtype or config.dtype, device or torch.device("cpu")
     plan = weight_plan(path, device, quantization, quantize_head, load_format, dtype)
     return declared(path, dtype, context_length, plan, shard).weight_bytes
@@ -337,13 +337,13 @@ def weight_bytes(
 def kv_shape(config: ModelConfig) -> KvShape:
     """What a layer keeps of a token."""
     if config.implementation == "transformers":
-        return transformers_backed.kv_shape(config)
+        return transformers_backend.kv_shape(config)
     return build(config, Parameters(config.dtype, torch.device("meta"))).kv
 
 
-def _fill(parameters: Parameters, report: Progress) -> None:
+def _fill(parameters: Parameters, report: LoadingProgress) -> None:
     """Normal with deviation 1 / sqrt(inputs), so that activations neither vanish nor explode."""
-    progress = _Progress(parameters.nbytes, report)
+    progress = _CopyProgress(parameters.nbytes, report)
     filling = Filling()
     for index, parameter in enumerate(parameters.table.values()):
         target = parameter.target

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from baton.layers.experts import Experts, Mixture, Router, Routing
+from baton.layers.moe import Experts, Mixture, MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.models import deepseek, llama
 from baton.models.config import ModelConfig
@@ -18,7 +18,7 @@ def mixtral(config: ModelConfig, parameters: Parameters, index: int) -> Mixture:
     hf, hidden, own = config.hf, config.hidden_size, parameters.under("block_sparse_moe")
     count, inner = hf.num_local_experts, hf.intermediate_size
     return Mixture(
-        Router(own, "gate", hidden, count, Routing(hf.num_experts_per_tok)),
+        MoeGate(own, "gate", hidden, count, Routing(hf.num_experts_per_tok)),
         Experts(own.under("experts"), count, hidden, inner, projections=("w1", "w3", "w2")),
     )
 
@@ -29,7 +29,7 @@ def qwen3(config: ModelConfig, parameters: Parameters, index: int) -> FeedForwar
         return llama.feed_forward(config, parameters, index)
     routing = Routing(hf.num_experts_per_tok, renormalize=hf.norm_topk_prob)
     return Mixture(
-        Router(own, "gate", hidden, hf.num_experts, routing),
+        MoeGate(own, "gate", hidden, hf.num_experts, routing),
         Experts(own.under("experts"), hf.num_experts, hidden, hf.moe_intermediate_size),
     )
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.kvcache.groups import places
-from baton.kvcache.pool import KvPool
-from baton.layers.experts import Mixture
+from baton.kvcache.kv_groups import places
+from baton.kvcache.kv_pool import KvPool
 from baton.layers.forward_batch import ForwardBatch, Paged, Place
+from baton.layers.moe import Mixture
 from baton.layers.rope import Rope
 from baton.models.body import Step
 from baton.models.decoder import Decoder

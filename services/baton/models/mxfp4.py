@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.layers.shard import NO_CUTS, Cuts
+from baton.layers.tensor_parallel import NO_CUTS, Cuts
 from baton.models.config import ModelError
 
 if TYPE_CHECKING:

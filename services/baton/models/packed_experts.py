@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.layers.shard import NO_CUTS, Cut, Cuts
+from baton.layers.tensor_parallel import NO_CUTS, Cuts, TensorSlice
 
 if TYPE_CHECKING:
     from baton.models.tensor_files import SafetensorsFile
@@ -67,7 +67,7 @@ class PackedExperts:
                 stored, expert, rows = self._of[name]
                 together.setdefault((stored, expert), []).append((name, rows))
         for (stored, expert), parts in together.items():
-            for _, _, tensor in self._file.read([stored], [stored], {stored: Cut(0, ((expert, 1),))}):
+            for _, _, tensor in self._file.read([stored], [stored], {stored: TensorSlice(0, ((expert, 1),))}):
                 for name, rows in parts:
                     matrix = tensor[0, rows]
                     yield name, 0, cuts[name].of(matrix) if name in cuts else matrix

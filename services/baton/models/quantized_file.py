@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.layers.shard import NO_CUTS, Cuts
-from baton.layers.weights.fp8 import IGNORED
-from baton.layers.weights.quantized import Format, Parts
+from baton.layers.quantization.fp8 import IGNORED
+from baton.layers.quantization.quantized_tensor import CheckpointFormat, Parts
+from baton.layers.tensor_parallel import NO_CUTS, Cuts
 from baton.models.config import ModelError
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ _UNUSED = tuple(f".{end}" for end in IGNORED)
 class QuantizedFile:
     """A TensorFile. A matrix whose tensors are in several files belongs to the one with its codes."""
 
-    def __init__(self, file: SafetensorsFile, where: Mapping[str, SafetensorsFile], format: Format) -> None:
+    def __init__(
+        self, file: SafetensorsFile, where: Mapping[str, SafetensorsFile], format: CheckpointFormat
+    ) -> None:
         """`where`: the file of each tensor of the checkpoint."""
         self.path = file.path
         self._file, self._where, self._format = file, where, format

@@ -11,13 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.checkpoint_limits import read_json
-from baton.layers.shard import NO_CUTS, Cuts
-from baton.layers.weights.quantized import Format, Parts
+from baton.layers.quantization.quantized_tensor import CheckpointFormat, Parts
+from baton.layers.tensor_parallel import NO_CUTS, Cuts
 from baton.models.config import ModelError
-from baton.models.gguf import GgufTensors
+from baton.models.gguf_checkpoint import GgufTensors
 from baton.models.mxfp4 import Mxfp4Tensors
 from baton.models.packed_experts import PackedExperts, are_packed
-from baton.models.quantization import quantization_config, read_format
+from baton.models.quantization_config import quantization_config, read_format
 from baton.models.quantized_file import QuantizedFile
 
 
@@ -68,7 +68,7 @@ def tensor_files(path: Path) -> list[TensorFile]:
     return [*files]
 
 
-def stored_format(path: Path) -> Format | None:
+def stored_format(path: Path) -> CheckpointFormat | None:
     """Storage format of a checkpoint's quantized matrices. Raises CheckpointError for one that is not
     supported."""
     if path.is_file():

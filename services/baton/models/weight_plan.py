@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from baton.layers.weights import gguf
-from baton.layers.weights.awq import Awq
-from baton.layers.weights.compressed import Compressed, Packed
-from baton.layers.weights.fp8 import Fp8, Fp8Blocks
-from baton.layers.weights.gptq import Gptq
-from baton.layers.weights.method import INT4_GROUPS, Method, WeightPlan
-from baton.layers.weights.quantized import Format
+from baton.layers.quantization import gguf
+from baton.layers.quantization.awq import Awq
+from baton.layers.quantization.compressed_tensors import Compressed, Packed
+from baton.layers.quantization.fp8 import Fp8, Fp8Blocks
+from baton.layers.quantization.gptq import Gptq
+from baton.layers.quantization.quantized_tensor import CheckpointFormat
+from baton.layers.quantization.weight_method import INT4_GROUPS, WeightMethod, WeightPlan
 from baton.models.config import ModelError
 from baton.models.tensor_files import stored_format, tensor_files
 
@@ -56,10 +56,12 @@ def weight_plan(
     if quantization == "fp8":
         if not on_gpu:
             return WeightPlan(head=head, fp8=True)
-        return WeightPlan(Method(8, floating=True), head=head, on_gpu=True)
+        return WeightPlan(WeightMethod(8, floating=True), head=head, on_gpu=True)
     if online:
         group = ONLINE_GROUP["cuda" if on_gpu else "cpu"]
-        return WeightPlan(Method(8) if quantization == "int8" else Method(4, group), head=head, on_gpu=on_gpu)
+        return WeightPlan(
+            WeightMethod(8) if quantization == "int8" else WeightMethod(4, group), head=head, on_gpu=on_gpu
+        )
     if path.is_file() and quantization == "auto" and not on_gpu:
         return _blocks_of_4_bits(path)
     method = _kept(format, on_gpu) if format is not None and quantization == "auto" else None
@@ -74,7 +76,7 @@ def weight_plan(
 def _blocks_of_4_bits(path: Path) -> WeightPlan:
     """A CPU computes with those of a GGUF file; it has no kernel for its other types."""
     names = frozenset[str]().union(*(file.quantized() for file in tensor_files(path)))
-    return WeightPlan(Method(4, gguf.GROUP), names) if names else WeightPlan()
+    return WeightPlan(WeightMethod(4, gguf.GROUP), names) if names else WeightPlan()
 
 
 def unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -90,29 +92,29 @@ def unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _kept(format: Format, on_gpu: bool) -> Method | None:
+def _kept(format: CheckpointFormat, on_gpu: bool) -> WeightMethod | None:
     """What a CPU or a GPU computes with as it is stored."""
     if on_gpu and isinstance(format, Fp8):
-        return Method(8, floating=True)
+        return WeightMethod(8, floating=True)
     if on_gpu and isinstance(format, Fp8Blocks):
         return _blocks(format.rows, format.columns)
     if on_gpu and isinstance(format, Compressed) and format.floating and format.symmetric:
-        return Method(8, floating=True) if format.group < 0 else _blocks(format.rows, format.group)
+        return WeightMethod(8, floating=True) if format.group < 0 else _blocks(format.rows, format.group)
     if isinstance(format, Compressed) and not format.floating and format.symmetric and format.group < 0:
-        return Method(8)
+        return WeightMethod(8)
     if isinstance(format, Packed) and format.bits == 8 and format.symmetric and format.group < 0:
-        return Method(8)
+        return WeightMethod(8)
     if isinstance(format, Gptq) and format.reordered:
         return None
     if isinstance(format, Gptq | Awq | Packed) and format.bits == 4 and format.group in INT4_GROUPS:
-        return Method(4, format.group)
+        return WeightMethod(4, format.group)
     return None
 
 
-def _blocks(rows: int, columns: int) -> Method | None:
+def _blocks(rows: int, columns: int) -> WeightMethod | None:
     if (rows, columns) != (FP8_BLOCK, FP8_BLOCK):
         return None
-    return Method(8, columns, floating=True, rows=rows)
+    return WeightMethod(8, columns, floating=True, rows=rows)
 
 
 def describe(

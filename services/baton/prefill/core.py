@@ -11,9 +11,9 @@ from baton.engine.batch import Step
 from baton.engine.plan import StepResult
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_stats import StepStats
+from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import Alive, PrefillOutput
-from baton.handoff.prefill_side import PrefillSide
-from baton.kvcache import KvCache
+from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import Recorder
 
@@ -21,7 +21,7 @@ FULL_STEP = 1024
 """Tokens from which on a GPU's time per token no longer falls (measured on an H200, 8B)."""
 
 
-Flush = Callable[[dict[Hashable, list[PrefillOutput]]], None]
+PrefillFlush = Callable[[dict[Hashable, list[PrefillOutput]]], None]
 """Outputs by holder; an empty list answers a heartbeat."""
 
 
@@ -30,11 +30,11 @@ class PrefillCore:
     """Driven by a step loop. `flush_to` passes outputs to the shell; `observe` is called after it.
     `retire` publishes the number of a retired step to receivers before anything else."""
 
-    cache: KvCache
+    cache: KvCacheManager
     config: SchedulerConfig
     lease_grace: float
     max_leased_pages: int
-    flush_to: Flush
+    flush_to: PrefillFlush
     retire: Callable[[int], None]
     observe: Callable[[], None] = lambda: None
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
@@ -135,8 +135,8 @@ def make_core(
     config: PrefillConfig,
     limits: SchedulerConfig,
     device: str,
-    cache: KvCache,
-    flush_to: Flush,
+    cache: KvCacheManager,
+    flush_to: PrefillFlush,
     retire: Callable[[int], None],
     observe: Callable[[], None] = lambda: None,
     recorder: Recorder | None = None,

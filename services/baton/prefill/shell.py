@@ -14,12 +14,12 @@ from baton.handoff.messages import (
     PrefillOutput,
     RecentNames,
 )
-from baton.kvcache import KvCache
+from baton.kvcache import KvCacheManager
 from baton.prefill.core import PrefillCore, make_core
 from baton.rpc.errors import BatonError, failed_precondition, invalid, to_status, unavailable
 from baton.rpc.message_size import MAX_ANSWER_BYTES, cut
-from baton.rpc.streams import Outbox, byte_size
-from baton.tracing.recorder import Kind
+from baton.rpc.outbox import Outbox, byte_size
+from baton.tracing.recorder import EventKind
 from baton.v1 import common_pb2, node_pb2, prefill_pb2
 from baton.worker.caller_stream import CallerStream
 from baton.worker.convert import (
@@ -95,7 +95,7 @@ def _events(output: PrefillOutput, chunk_groups: bool) -> Iterator[prefill_pb2.P
 class PrefillShell(WorkerShell[PrefillCore]):
     config: PrefillConfig
 
-    def make_core(self, cache: KvCache) -> PrefillCore:
+    def make_core(self, cache: KvCacheManager) -> PrefillCore:
         limits = self.limits()
         return make_core(
             self.config, limits, self.device, cache, self._flush, self.retire, self.observe, self.recorder
@@ -150,7 +150,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
 
         core.close_when_idle(caller, close)
 
-    def obey(self, request: prefill_pb2.PrefillRequest, caller: PrefillStream) -> None:
+    def handle_command(self, request: prefill_pb2.PrefillRequest, caller: PrefillStream) -> None:
         kind = request.WhichOneof("kind")
         if kind == "start":
             self._start(request.start, caller)
@@ -176,7 +176,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         named = (name.gateway, name.request, name.attempt, name.decode_try)
         if start.traceparent:
             self.recorder.begin_span(*named, operation="prefill", traceparent=start.traceparent)
-        self.recorder.add(Kind.RECEIVED, *named)
+        self.recorder.add(EventKind.RECEIVED, *named)
         n = start.n if start.HasField("n") else 1
         info = self.model_info
         try:
@@ -186,7 +186,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         except BatonError as error:
             event = prefill_pb2.PrefillEvent(attempt=start.attempt, failed=to_status(error))
             caller.put(prefill_pb2.PrefillResponse(events=[event]))
-            self.recorder.add(Kind.ENDED, *named, text=error.reason)
+            self.recorder.add(EventKind.ENDED, *named, text=error.reason)
             return
         delivered = tuple(start.token_ids[len(start.token_ids) - start.delivered :])
         params = sampling_from(start.sampling, info.eos_token_ids, info.context_length)

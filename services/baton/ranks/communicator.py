@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baton.layers.shard import DeviceCommunicator, Shard
+from baton.layers.tensor_parallel import DeviceCommunicator, Shard
 from baton.ranks.channel import CollectiveError
 
 COLLECTIVE_SECONDS = 30.0

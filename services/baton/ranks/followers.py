@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from baton.config import WorkerConfig
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 from baton.ranks.channel import Channel, ChannelError
 from baton.ranks.messages import End, Failed, Message, Setup
-from baton.rpc.authentication import Cluster
+from baton.rpc.authentication import ClusterCredentials
 
 IMPORT_SECONDS = 120.0
 """For a follower to start and load its libraries."""
@@ -54,7 +54,7 @@ class Followers:
         store: tuple[str, int] | None = None,
         *,
         address: str = "127.0.0.1",
-        cluster: Cluster | None = None,
+        cluster: ClusterCredentials | None = None,
     ) -> None:
         """Starts one for each shard; they load their libraries meanwhile. `store`: of several
         hosts; `cluster`: rank 0 is on another host, and they join it."""

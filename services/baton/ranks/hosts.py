@@ -24,7 +24,7 @@ import baton
 from baton.ranks.channel import Channel, ChannelError
 from baton.ranks.secret_tls import tls_of_secret
 from baton.rpc.address import family_of, join_address
-from baton.rpc.authentication import Cluster, ClusterTls, same
+from baton.rpc.authentication import ClusterCredentials, ClusterTls, same
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 
@@ -104,7 +104,7 @@ class Master:
         self,
         host: str,
         port: int,
-        cluster: Cluster,
+        cluster: ClusterCredentials,
         expected: Collection[tuple[int, str]],
         settings: Mapping[str, Any],
     ) -> None:
@@ -228,7 +228,9 @@ class Joined:
     """This host's address towards rank 0's."""
 
 
-def join(host: str, port: int, cluster: Cluster, what: Join, seconds: float = JOIN_SECONDS) -> Joined:
+def join(
+    host: str, port: int, cluster: ClusterCredentials, what: Join, seconds: float = JOIN_SECONDS
+) -> Joined:
     """A follower's side: waits until rank 0's host listens there. Raises JoinError."""
     address, deadline = join_address(host, port), time.monotonic() + seconds
     tls = _tls(cluster)
@@ -271,7 +273,7 @@ def _introduce(own: socket.socket, what: Join) -> Joined:
     return Joined(channel, answer.store, name)
 
 
-def _tls(cluster: Cluster) -> ClusterTls:
+def _tls(cluster: ClusterCredentials) -> ClusterTls:
     return cluster.tls or tls_of_secret(cluster.secret)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from baton.config import WorkerConfig
-from baton.layers.shard import Shard
-from baton.rpc.authentication import Cluster
+from baton.layers.tensor_parallel import Shard
+from baton.rpc.authentication import ClusterCredentials
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -21,7 +21,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     config: WorkerConfig
     address: str = "127.0.0.1"
     """Of this host, for other ranks' connections."""
-    cluster: Cluster | None = None
+    cluster: ClusterCredentials | None = None
     """Credentials to join rank 0 with."""
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 from baton.ranks.channel import CollectiveError
-from baton.transport import TransportError, cuda
+from baton.transport import TransportError, cuda_runtime
 
 
 class PeerCommunicator:
@@ -21,7 +21,7 @@ class PeerCommunicator:
     def __init__(self, shard: Shard, store: Any, seconds: float, device: torch.device) -> None:
         """`store`: torch's, where all ranks meet within its own time limit; `seconds`: so long a call waits
         for the others. Blocks. Raises CollectiveError."""
-        from baton.layers.kernels.exchange import Exchange, buffer_bytes
+        from baton.layers.kernels.all_reduce import AllReduce, buffer_bytes
 
         self._rank, self._ranks = shard.rank, shard.size
         self._store = store  # torch's file store opens its file again when it is destroyed
@@ -30,22 +30,22 @@ class PeerCommunicator:
         self._failed = self._told.numpy()
         torch.cuda.synchronize(device)
         try:
-            cuda.use(device)
-            handle, offset = cuda.export_memory(buffer.data_ptr())
+            cuda_runtime.use(device)
+            handle, offset = cuda_runtime.export_memory(buffer.data_ptr())
             store.set(f"exchange {shard.rank}", handle + offset.to_bytes(8, "little"))
             addresses = [buffer.data_ptr()] * shard.size
             for rank in range(shard.size):
                 if rank != shard.rank:
                     told = bytes(store.get(f"exchange {rank}"))
                     handle, offset = (
-                        told[: cuda.HANDLE_BYTES],
-                        int.from_bytes(told[cuda.HANDLE_BYTES :], "little"),
+                        told[: cuda_runtime.HANDLE_BYTES],
+                        int.from_bytes(told[cuda_runtime.HANDLE_BYTES :], "little"),
                     )
-                    addresses[rank] = cuda.open_memory(handle) + offset
+                    addresses[rank] = cuda_runtime.open_memory(handle) + offset
         except (TransportError, RuntimeError) as error:
-            raise CollectiveError(f"the ranks do not meet: {cuda.one_line(error)}") from error
+            raise CollectiveError(f"the ranks do not meet: {cuda_runtime.one_line(error)}") from error
         there = torch.tensor(addresses, device=device)
-        self._exchange = Exchange(shard.rank, buffer, there, self._told, seconds)
+        self._exchange = AllReduce(shard.rank, buffer, there, self._told, seconds)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._exchange.sum(x)

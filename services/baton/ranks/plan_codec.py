@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 Table = tuple[int, ...]
 Tables = tuple[Table, ...]

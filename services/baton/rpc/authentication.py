@@ -22,7 +22,7 @@ import grpc.aio
 
 from baton.config import NodeConfig
 from baton.rpc.address import is_loopback, is_loopback_address
-from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, Options, open_channel
+from baton.rpc.channel import MAX_MESSAGE_BYTES, ChannelOptions, Metadata, open_channel
 from baton.rpc.errors import BatonError, OnRefused, failed_precondition, refusing, unauthenticated
 
 MAX_BYTES = 2**20
@@ -101,7 +101,7 @@ class ClusterTls:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterCredentials:
     """A process's secret and certificates. With neither, anyone who reaches the process may call it."""
 
     secret: str = field(default="", repr=False)
@@ -110,7 +110,7 @@ class Cluster:
     """Whether the secret may leave this machine without TLS."""
 
     @classmethod
-    def load(cls, config: NodeConfig) -> Cluster:
+    def load(cls, config: NodeConfig) -> ClusterCredentials:
         """Reads the files that the configuration names. Raises BatonError."""
         parts = {
             "--cluster-cert": config.cluster_cert,
@@ -198,7 +198,7 @@ HEALTH = "grpc.health.v1.Health"
 class ClusterAuthentication:
     """Authentication of the gRPC server of a process that only processes of the deployment call."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterCredentials) -> None:
         self.cluster = cluster
 
     def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
@@ -209,7 +209,7 @@ class ClusterAuthentication:
         """TLS; None: none."""
         return self.cluster.tls.server_credentials() if self.cluster.tls is not None else None
 
-    def options(self) -> Options:
+    def options(self) -> ChannelOptions:
         """Additional options of the server."""
         return []
 

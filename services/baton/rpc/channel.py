@@ -24,7 +24,7 @@ MAX_PING_STRIKES = 100
 """Early pings after which a connection is closed. More than gRPC's default of 2: a server that was stalled
 reads all pings of that time at once."""
 
-Options = list[tuple[str, int | str]]
+ChannelOptions = list[tuple[str, int | str]]
 
 
 class Dial(Protocol):
@@ -59,7 +59,7 @@ def open_channel(
     return channel
 
 
-def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> ChannelOptions:
     return [
         *_common(max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),
@@ -73,7 +73,7 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> ChannelOptions:
     return [
         *_common(max_message_bytes),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
@@ -88,7 +88,7 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def _common(max_message_bytes: int) -> Options:
+def _common(max_message_bytes: int) -> ChannelOptions:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),

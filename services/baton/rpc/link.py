@@ -14,7 +14,7 @@ from baton.rpc.channel import MAX_MESSAGE_BYTES, Dial, open_channel
 from baton.rpc.client_stream import ClientStream
 from baton.rpc.errors import BatonError, deadline_exceeded, internal, unavailable
 from baton.rpc.logs import get_logger
-from baton.rpc.streams import Outbox, OutboxFull, byte_size
+from baton.rpc.outbox import Outbox, OutboxFull, byte_size
 from baton.rpc.tasks import Tasks, keep_connected
 
 Req = TypeVar("Req")

@@ -8,7 +8,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from baton.rpc.errors import invalid
-from baton.rpc.streams import byte_size
+from baton.rpc.outbox import byte_size
 
 MAX_ANSWER_BYTES = 4 * 2**20 - 2**18
 """gRPC's clients read 4 MiB, unless told otherwise. A larger message would end the call with all its

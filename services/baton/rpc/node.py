@@ -20,8 +20,8 @@ from baton.rpc import logs, reflection
 from baton.rpc.address import is_loopback, join_address
 from baton.rpc.authentication import (
     AuthenticationInterceptor,
-    Cluster,
     ClusterAuthentication,
+    ClusterCredentials,
     read_metrics_token,
 )
 from baton.rpc.bind import bind_grpc, bind_http, host_and_port
@@ -51,7 +51,7 @@ comes about as often as by default."""
 _log = logs.get_logger()
 
 
-class Node(Protocol):
+class NodeProcess(Protocol):
     """The interface of a process to run_node."""
 
     role: str
@@ -89,7 +89,7 @@ class Node(Protocol):
 
 
 async def run_node(
-    node: Node,
+    node: NodeProcess,
     config: NodeConfig,
     *,
     authentication: ClusterAuthentication | None = None,
@@ -117,7 +117,7 @@ async def run_node(
         shell = _Shell(
             node,
             config,
-            authentication or ClusterAuthentication(Cluster.load(config)),
+            authentication or ClusterAuthentication(ClusterCredentials.load(config)),
             serve_metrics_http,
             registry or CollectorRegistry(auto_describe=False),
             on_refused,
@@ -193,7 +193,7 @@ class _Shell:
 
     def __init__(
         self,
-        node: Node,
+        node: NodeProcess,
         config: NodeConfig,
         authentication: ClusterAuthentication,
         serve_metrics_http: bool,

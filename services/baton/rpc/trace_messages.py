@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 from baton.rpc.errors import invalid
 from baton.rpc.message_size import check_answer
-from baton.rpc.streams import byte_size
-from baton.tracing.recorder import Event, Kind, Recorder
+from baton.rpc.outbox import byte_size
+from baton.tracing.recorder import Event, EventKind, Recorder
 from baton.v1 import trace_pb2
 
 MAX_NAMES = 4096
-_KINDS: dict[Kind, trace_pb2.EventKind] = {kind: getattr(trace_pb2, f"EVENT_{kind.name}") for kind in Kind}
+_KINDS: dict[EventKind, trace_pb2.EventKind] = {
+    kind: getattr(trace_pb2, f"EVENT_{kind.name}") for kind in EventKind
+}
 
 
 def recent(recorder: Recorder, request: trace_pb2.RecentRequest) -> trace_pb2.RecentEvents:
@@ -43,11 +45,11 @@ def event_to(event: Event) -> trace_pb2.RecordedEvent:
 
 def events_from(messages: Iterable[trace_pb2.RecordedEvent]) -> list[Event]:
     """Kinds that this version does not know are left out."""
-    known = {int(kind) for kind in Kind}
+    known = {int(kind) for kind in EventKind}
     return [
         Event(
             each.clock_us / 1e6,
-            Kind(each.kind),
+            EventKind(each.kind),
             each.request.gateway,
             each.request.request,
             each.attempt,

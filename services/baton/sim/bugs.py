@@ -8,34 +8,34 @@ from dataclasses import replace
 from typing import Any
 
 from baton.engine.batch import Step, StepBuilder
-from baton.engine.capacity import Slots
+from baton.engine.capacity import BatchSlots
 from baton.engine.plan import StepPlan, StepResult
-from baton.engine.request import Phase, TokenEvent
 from baton.engine.request import Sequence as EngineSequence
+from baton.engine.request import SequencePhase, TokenEvent
 from baton.engine.scheduler import Scheduler
-from baton.gateway.attempts import Attempts
-from baton.handoff.attempt import Attempt
+from baton.gateway.resume import ResumeAttempts
 from baton.handoff.decode_handoff import Handoff
-from baton.handoff.decode_side import DecodeSide
+from baton.handoff.fetch import DecodeSide
+from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import AttemptName, ChunkAnnounced, LeaseFinished, PrefillOutput, ReleaseLease
-from baton.handoff.prefill_side import PrefillSide
+from baton.handoff.prefill_attempt import Attempt
 from baton.handoff.pulls import Pull, Pulls
-from baton.kvcache import Holding, KvCache, KvGroup, PageAllocator
+from baton.kvcache import BlockTable, KvCacheManager, KvGroup, PageAllocator
 from baton.kvcache.tree_node import PageRow
 from baton.kvcache.window_pages import WindowPages
 from baton.prefill.core import PrefillCore
 from baton.ranks.plan_codec import PlanDecoder, Table, Tables
 from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
-from baton.sim.planting import Bug, Change, Wrong
-from baton.sim.ranks import Collective, Ranks
-from baton.sim.transport import Pull as SimPull
+from baton.sim.planting import Bug, PlantedChange, Wrong
+from baton.sim.ranks import Collective, SimRanks
+from baton.sim.transport import SimPull as SimPull
 
 BUGS: dict[str, Bug] = {}
 
 
 def _bug(
-    name: str, text: str, within: int, owner: type, method: str, *others: Change, seed: int = 0
+    name: str, text: str, within: int, owner: type, method: str, *others: PlantedChange, seed: int = 0
 ) -> Callable[[Wrong], Wrong]:
     """Registers what it decorates as the bug's first change."""
 
@@ -219,15 +219,15 @@ def _(take: Wrong, allocator: PageAllocator, count: int) -> list[int]:
     "free-at-abort",
     "pages are freed while the batch that uses them is in flight",
     25,
-    KvCache,
+    KvCacheManager,
     "release",
 )
-def _(release: Wrong, cache: KvCache, holding: Holding, after_step: int) -> None:
+def _(release: Wrong, cache: KvCacheManager, holding: BlockTable, after_step: int) -> None:
     release(cache, holding, 0)
 
 
-@_bug("row-reuse", "a batch slot is reused before its step has retired", 25, Slots, "give_back")
-def _(give_back: Wrong, slots: Slots, slot: int, after_step: int) -> None:
+@_bug("row-reuse", "a batch slot is reused before its step has retired", 25, BatchSlots, "give_back")
+def _(give_back: Wrong, slots: BatchSlots, slot: int, after_step: int) -> None:
     give_back(slots, slot, 0)
 
 
@@ -242,7 +242,7 @@ def _(give_back: Wrong, slots: Slots, slot: int, after_step: int) -> None:
 def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> None:
     for record, row in zip(step.records, result.rows, strict=True):
         sequence = record.sequence
-        if sequence.phase is Phase.ENDED and sequence.finish is not None and row.tokens:
+        if sequence.phase is SequencePhase.ENDED and sequence.finish is not None and row.tokens:
             scheduler.events.append(TokenEvent(sequence, row.tokens[0], None, None))
     commit(scheduler, step, result)
 
@@ -269,8 +269,8 @@ def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     return step
 
 
-@_bug("window-free", "a window page is freed although the prefix tree holds it", 25, KvCache, "_leave")
-def _(leave: Wrong, cache: KvCache, holding: Holding, pages: Sequence[int]) -> None:
+@_bug("window-free", "a window page is freed although the prefix tree holds it", 25, KvCacheManager, "_leave")
+def _(leave: Wrong, cache: KvCacheManager, holding: BlockTable, pages: Sequence[int]) -> None:
     cached = [page for page in pages if page not in holding.owned]
     leave(cache, holding, pages)
     cache._allocator.drop_cached(cached)
@@ -296,8 +296,10 @@ def _(init: Wrong, builder: StepBuilder, sequence: EngineSequence, last_token: i
 # --- ranks --------------------------------------------------------------------------------------------------
 
 
-@_bug("one-rank", "a step is complete when rank 0 alone has written its pages", 25, Ranks, "complete", seed=5)
-def _(complete: Wrong, ranks: Ranks, found: Collective) -> bool:
+@_bug(
+    "one-rank", "a step is complete when rank 0 alone has written its pages", 25, SimRanks, "complete", seed=5
+)
+def _(complete: Wrong, ranks: SimRanks, found: Collective) -> bool:
     return 0 in found.values
 
 
@@ -345,21 +347,21 @@ Delivered = tuple[tuple[int, ...] | None, ...]
     "late-tokens",
     "tokens of an attempt that has been given up are accepted",
     100,
-    Attempts,
+    ResumeAttempts,
     "current",
     seed=57,
 )
-def _(current: Wrong, attempts: Attempts, address: str, attempt: int) -> bool:
+def _(current: Wrong, attempts: ResumeAttempts, address: str, attempt: int) -> bool:
     return True
 
 
-@_bug("sampled-again", "a resume samples the last delivered position again", 50, Attempts, "delivered")
-def _(delivered: Wrong, attempts: Attempts) -> Delivered:
+@_bug("sampled-again", "a resume samples the last delivered position again", 50, ResumeAttempts, "delivered")
+def _(delivered: Wrong, attempts: ResumeAttempts) -> Delivered:
     return tuple(tokens and tokens[:-1] for tokens in delivered(attempts))
 
 
-@_bug("poison", "nodes that a request has ended are not counted", 200, Attempts, "ended", seed=33)
-def _(ended: Wrong, attempts: Attempts, error: BatonError, now: float, *, lost: bool) -> None:
+@_bug("poison", "nodes that a request has ended are not counted", 200, ResumeAttempts, "ended", seed=33)
+def _(ended: Wrong, attempts: ResumeAttempts, error: BatonError, now: float, *, lost: bool) -> None:
     ended(attempts, error, now, lost=lost)
     attempts.failed_steps = 0
 
@@ -368,26 +370,38 @@ def _(ended: Wrong, attempts: Attempts, error: BatonError, now: float, *, lost: 
     "silent-poison",
     "nobody is suspected of a node that is lost without a word",
     200,
-    Attempts,
+    ResumeAttempts,
     "ended",
     seed=15,
 )
-def _(ended: Wrong, attempts: Attempts, error: BatonError, now: float, *, lost: bool) -> None:
+def _(ended: Wrong, attempts: ResumeAttempts, error: BatonError, now: float, *, lost: bool) -> None:
     attempts.suspect = attempts.has_turn = False
     attempts.failed_steps = 0
     ended(attempts, error, now, lost=lost)
 
 
-@_bug("no-turns", "all suspects of a node that is lost count as the cause", 400, Attempts, "begin", seed=41)
-def _(begin: Wrong, attempts: Attempts, address: str) -> None:
+@_bug(
+    "no-turns",
+    "all suspects of a node that is lost count as the cause",
+    400,
+    ResumeAttempts,
+    "begin",
+    seed=41,
+)
+def _(begin: Wrong, attempts: ResumeAttempts, address: str) -> None:
     begin(attempts, address)
     attempts.has_turn = True
 
 
 @_bug(
-    "other-choice", "a resumed choice continues another choice's output", 200, Attempts, "delivered", seed=26
+    "other-choice",
+    "a resumed choice continues another choice's output",
+    200,
+    ResumeAttempts,
+    "delivered",
+    seed=26,
 )
-def _(delivered: Wrong, attempts: Attempts) -> Delivered:
+def _(delivered: Wrong, attempts: ResumeAttempts) -> Delivered:
     """Each choice continues from the output of the first."""
     carried: Delivered = delivered(attempts)
     return tuple((tokens and carried[0]) or tokens for tokens in carried)

@@ -11,7 +11,7 @@ from baton.sim.decode import SimDecode
 from baton.sim.model import POISONS, Windows, prompt_logprobs, reference
 from baton.sim.network import Network
 from baton.sim.prefill import SimPrefill
-from baton.sim.process import Process, Worker
+from baton.sim.process import SimProcess, Worker
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Actor, Violation, World
 
@@ -183,7 +183,7 @@ LATEST_FIRST_LOOK_SECONDS to see that."""
 
 
 class Audit:
-    def __init__(self, world: World, network: Network, processes: Mapping[str, Process]) -> None:
+    def __init__(self, world: World, network: Network, processes: Mapping[str, SimProcess]) -> None:
         self._world = world
         self._network = network
         self._processes = processes
@@ -202,10 +202,10 @@ class Audit:
                 raise Violation(wrong[what])
         self._again()
 
-    def _of(self, kind: type[SimDecode] | type[SimPrefill]) -> Iterator[Process]:
+    def _of(self, kind: type[SimDecode] | type[SimPrefill]) -> Iterator[SimProcess]:
         return (process for process in self._processes.values() if isinstance(process, kind))
 
-    def _healthy(self, a: Process, b: Process) -> bool:
+    def _healthy(self, a: SimProcess, b: SimProcess) -> bool:
         now = self._world.now
         stalled = any(actor.stalled_until > now for p in (a, b) for actor in (p.loop, p.step_thread))
         stalled |= any(p.hangs_until > now for p in (a, b) if isinstance(p, Worker))

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.decode.messages import request_for
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
+from baton.engine.request import EngineRequest
+from baton.engine.sampling_params import SamplingParams
 from baton.handoff.messages import AttemptName, CancelPrefill, ReleaseLease, StartPrefill
-from baton.kvcache import Holding
+from baton.kvcache import BlockTable
 from baton.ranks.runner import RanksLost
 from baton.sim.checks import Audit, Ledger
 from baton.sim.decode import SimDecode
@@ -18,7 +18,7 @@ from baton.sim.gateway import SimGateway
 from baton.sim.model import Escaped, Killed
 from baton.sim.network import Endpoint, Network
 from baton.sim.prefill import SimPrefill
-from baton.sim.process import Process, Worker
+from baton.sim.process import SimProcess, Worker
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Actor, Trace, Violation, World
 from baton.v1 import prefill_pb2
@@ -37,7 +37,7 @@ _STEP_SECONDS = 3.0
 """A device fault without a step to hit ends after this time."""
 
 
-class Cluster:
+class SimCluster:
     def __init__(self, scenario: Scenario, trace: Trace | None = None) -> None:
         self.world = World(scenario.seed, trace)
         self.scenario = scenario
@@ -155,7 +155,7 @@ class Cluster:
         elif fault.kind == "stranger":
             _Stranger(self.network, fault, self.processes)
 
-    def _crash(self, process: Process, seconds: float, silently: bool) -> None:
+    def _crash(self, process: SimProcess, seconds: float, silently: bool) -> None:
         name = process.name
         if self.processes.get(name) is process:
             process.crash(silently)
@@ -164,7 +164,7 @@ class Cluster:
                 self.ledger.lost(number)
             self.world.at(seconds, self._fate, lambda: self._start(name))
 
-    def _ended(self, process: Process, error: BaseException | None) -> None:
+    def _ended(self, process: SimProcess, error: BaseException | None) -> None:
         """A process ends by itself. None: because another of its ranks has ended."""
         if isinstance(error, Escaped):
             self._poisoned(process, silently=isinstance(error, Killed))
@@ -173,7 +173,7 @@ class Cluster:
         seconds = _FAILED_SECONDS if told else 0.0
         self.world.at(seconds, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
-    def _poisoned(self, process: Process, silently: bool) -> None:
+    def _poisoned(self, process: SimProcess, silently: bool) -> None:
         """A poison request ends a process. It ends two, and two others for each fault that may hide an
         attempt's result. Without a word: each prefill node, a decode node by which it is suspected, and two
         more."""
@@ -186,7 +186,7 @@ class Cluster:
         seconds = 0.0 if silently else _FAILED_SECONDS
         self.world.at(seconds, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
-    def _stop(self, process: Process) -> None:
+    def _stop(self, process: SimProcess) -> None:
         """A drained process hands back its requests, ends, and is restarted at once."""
         process.hand_back()
         self.world.at(STOP_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
@@ -201,7 +201,7 @@ class Cluster:
             scheduler.cache.extend(holding, max(0, count))
             self.world.at(fault.seconds, worker.step_thread, lambda: give_back(holding))
 
-        def give_back(holding: Holding) -> None:
+        def give_back(holding: BlockTable) -> None:
             worker.scheduler.cache.release(holding, 0)
 
         self.world.at(0.0, worker.step_thread, take)
@@ -227,7 +227,7 @@ class _Stranger:
         for number in range(1, 1 + fault.value):
             name = AttemptName(gateway.incarnation, number, 0, 0)
             prompt, params = tuple(range(6)), SamplingParams(max_tokens=1)
-            request = Request(name, prompt, params)
+            request = EngineRequest(name, prompt, params)
             for effect in (
                 ReleaseLease(fault.target, name),
                 CancelPrefill(fault.target, name),

@@ -8,8 +8,8 @@ from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore
 from baton.decode.peers import PrefillPeer, PrefillPeers
 from baton.decode.shell import DecodeShell
-from baton.decode.types import Output
-from baton.handoff.decode_side import DecodeSide
+from baton.decode.types import DecodeOutput
+from baton.handoff.fetch import DecodeSide
 from baton.handoff.messages import DecodeEffect, StartPull
 from baton.rpc.errors import BatonError
 from baton.sim.network import Network, SimLink
@@ -17,7 +17,7 @@ from baton.sim.prefill import SimPrefill
 from baton.sim.process import Machine, Worker
 from baton.sim.streams import SimStreams, VirtualDecodeStream
 from baton.sim.tasks import sleep
-from baton.sim.transport import Pull, SimReceiver
+from baton.sim.transport import SimPull, SimReceiver
 from baton.sim.world import Violation
 from baton.v1 import common_pb2, decode_pb2
 
@@ -69,7 +69,7 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
         super().__init__(network, name, life, config, machine)
         self.pull_fails_after: int | None = None
         """The next pull breaks after this many pieces."""
-        self.pulls: list[Pull] = []
+        self.pulls: list[SimPull] = []
         """Running ones."""
         self.streams = SimStreams(self, self.world, self.loop)
         self.peers = PrefillPeers(self, config)
@@ -124,7 +124,7 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
         return SimReceiver(self, address, self.network.segments[path] if path else None)
 
     def _deliver(
-        self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]
+        self, step: int, outputs: list[tuple[Hashable, DecodeOutput]], effects: list[DecodeEffect]
     ) -> None:
         if self.world.traced:
             for _, output in outputs:

@@ -10,15 +10,15 @@ from typing import Any
 from google.rpc import status_pb2
 
 from baton.decode.messages import sampling_to
-from baton.gateway.attempts import Attempts, ResumePolicy, Wait
-from baton.gateway.decode_node import Liveness
+from baton.gateway.decode_client import Liveness
 from baton.gateway.node_load import NodeLoad
+from baton.gateway.resume import ResumeAttempts, ResumePolicy, Wait
 from baton.gateway.routing import order_prefill, pick_decode
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, from_status, unavailable
 from baton.sim.checks import Ledger, text_of
 from baton.sim.network import Network
-from baton.sim.process import Process
+from baton.sim.process import SimProcess
 from baton.sim.scenario import GatewaySettings, RequestSpec
 from baton.sim.world import Violation
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
@@ -36,13 +36,13 @@ class _Running:
     number: int
     deadline: float
     log: TokenLog
-    attempts: Attempts
+    attempts: ResumeAttempts
     read_due: bool = False
     """A read of the client is scheduled."""
 
 
-class _Node:
-    """A small version of gateway/decode_node.py."""
+class _SimNode:
+    """A small version of gateway/decode_client.py."""
 
     def __init__(self, gateway: SimGateway, address: str, silence: float) -> None:
         self.address = address
@@ -90,7 +90,7 @@ class _Node:
     def _lost(self, error: BatonError) -> None:
         self.owed.clear()
         self._liveness.reset()
-        Attempts.node_lost([running.attempts for running in self._gateway.runs_at(self.address)])
+        ResumeAttempts.node_lost([running.attempts for running in self._gateway.runs_at(self.address)])
         self._gateway.lose(self, unavailable(f"{self.address} was lost", "DECODE_LOST"))
 
     def _tick(self) -> None:
@@ -104,7 +104,7 @@ class _Node:
         world.at(self._liveness.interval, self._gateway.loop, self._tick)
 
 
-class SimGateway(Process):
+class SimGateway(SimProcess):
     def __init__(
         self,
         network: Network,
@@ -120,7 +120,7 @@ class SimGateway(Process):
         self._prefill = prefill
         self._policy = ResumePolicy(settings.max_resumes, settings.wait)
         self._running: dict[int, _Running] = {}
-        self._nodes = {address: _Node(self, address, settings.silence) for address in decode}
+        self._nodes = {address: _SimNode(self, address, settings.silence) for address in decode}
 
     @property
     def busy(self) -> str:
@@ -133,7 +133,7 @@ class SimGateway(Process):
 
     def ask(self, spec: RequestSpec) -> None:
         log = TokenLog(str(spec.number), n=spec.n, stop=spec.stop)
-        attempts = Attempts(log, self._policy, resumable=spec.resume)
+        attempts = ResumeAttempts(log, self._policy, resumable=spec.resume)
         running = _Running(spec, spec.number + 1, self.world.now + spec.timeout, log, attempts)
         self._running[running.number] = running
         self.world.at(spec.timeout, self.loop, lambda: self._expire(running))
@@ -228,7 +228,7 @@ class SimGateway(Process):
             running.attempts.done = True
             self._finish(running)
 
-    def lose(self, node: _Node, error: BatonError) -> None:
+    def lose(self, node: _SimNode, error: BatonError) -> None:
         for running in self.runs_at(node.address):
             node.cancel(running)
             self._end_attempt(running, error, lost=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit, StepPlan, StepResult
-from baton.kvcache import GONE
+from baton.kvcache import NO_PAGE
 from baton.ranks.channel import CollectiveError
 from baton.sim.grammar import SimGrammar, SimMatcher
 from baton.sim.world import Violation
@@ -197,7 +197,7 @@ class StepError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class SimLaunchedStep:
     """A launched step. Its writes and reads happen when the device executes it, not at the launch."""
 
     plan: StepPlan
@@ -225,7 +225,7 @@ class SimRunner:
         self,
         pool: SimPool,
         max_slots: int,
-        submit: Callable[[Flight], None],
+        submit: Callable[[SimLaunchedStep], None],
         check_write: Callable[[StepPlan, int], None],
         windows: Windows = ONE,
         heads: tuple[int, int] = (0, 1),
@@ -244,19 +244,19 @@ class SimRunner:
         """Prompt and output, as far as sampled; None: without penalties."""
         self._matchers: list[SimMatcher | None] = [None] * max_slots
 
-    def launch(self, plan: StepPlan) -> Flight:
+    def launch(self, plan: StepPlan) -> SimLaunchedStep:
         if self.fail_next_launch:
             self.fail_next_launch = False
             raise StepError("no memory left on the device")
         self.plans += 1
-        flight = Flight(plan)
+        flight = SimLaunchedStep(plan)
         self._submit(flight)
         return flight
 
-    def done(self, flight: Flight) -> bool:
+    def done(self, flight: SimLaunchedStep) -> bool:
         return flight.result is not None or bool(flight.error or flight.lost)
 
-    def read(self, flight: Flight) -> StepResult:
+    def read(self, flight: SimLaunchedStep) -> StepResult:
         if flight.lost:
             raise CollectiveError(flight.lost)
         if flight.error:
@@ -266,7 +266,7 @@ class SimRunner:
         assert flight.result is not None, "a step was read before the device had run it"
         return flight.result
 
-    def execute(self, flight: Flight) -> None:
+    def execute(self, flight: SimLaunchedStep) -> None:
         """Copies, slot inits, all writes, then all reads: the order that engine.plan promises. Nothing at all
         for a step that is to fail. For a worker of one rank."""
         if flight.error:
@@ -306,7 +306,7 @@ class SimRunner:
             for row in plan.rows
         ]
 
-    def end(self, flight: Flight, views: Sequence[View]) -> None:
+    def end(self, flight: SimLaunchedStep, views: Sequence[View]) -> None:
         """Samples, from what all heads see."""
         plan = flight.plan
         rows = tuple(
@@ -348,7 +348,7 @@ class SimRunner:
         """A head's entries of the positions from `first`, or 0, to `behind`."""
         pool, first = self.pool, max(0, first)
         pages = table[first // pool.page_size : -(-behind // pool.page_size)] if first < behind else ()
-        if GONE in pages:
+        if NO_PAGE in pages:
             raise Violation(f"window: position {behind - 1} sees a page that its sequence has given up")
         whole = b"".join(pool.read(page, head * pool.head_bytes, pool.head_bytes) for page in pages)
         begin = first % pool.page_size * ENTRY_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 
 Wrong = Callable[..., Any]
 """Replaces a method: called with the method, then with its arguments."""
-Change = tuple[type, str, Wrong]
+PlantedChange = tuple[type, str, Wrong]
 """The class and the name of the method, and what replaces it."""
 
 
@@ -22,7 +22,7 @@ class Bug:
     """A run of this many seeds, from 0 on, finds it, with some margin."""
     seed: int
     """One that found it, to be tried first."""
-    changes: tuple[Change, ...]
+    changes: tuple[PlantedChange, ...]
 
     @contextmanager
     def planted(self) -> Iterator[None]:

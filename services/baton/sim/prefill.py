@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 from baton.config import PrefillConfig
+from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, LeaseFinished, PrefillOutput
-from baton.handoff.prefill_side import PrefillSide
 from baton.prefill.core import PrefillCore
 from baton.prefill.shell import PrefillShell
 from baton.sim.network import Host, Network

@@ -11,18 +11,18 @@ from baton.engine.batch import Step
 from baton.engine.plan import PlanRow, Runner, StepPlan
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_loop import StepPipeline
-from baton.grammar.base import Grammar, GrammarError, GrammarSpec
-from baton.kvcache import GONE, KvCache, KvGroup, PageAllocator, PrefixTree
-from baton.kvcache.groups import peak
+from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
+from baton.kvcache import NO_PAGE, KvCacheManager, KvGroup, PageAllocator, PrefixTree
+from baton.kvcache.kv_groups import peak
 from baton.kvcache.page_allocator import PageState
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
 from baton.sim.grammar import SimGrammar
-from baton.sim.model import ONE, VOCAB, Flight, Killed, SimPool, SimRunner, Windows
+from baton.sim.model import ONE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner, Windows
 from baton.sim.network import Endpoint, Network, SimLink
-from baton.sim.ranks import Ranks
+from baton.sim.ranks import SimRanks
 from baton.sim.scheduler_rules import check_scheduler
 from baton.sim.streams import SimStreams
 from baton.sim.tasks import Task
@@ -35,7 +35,7 @@ HOP_SECONDS = 0.0001
 """From one thread of a process to another; the same always, so that calls keep their order."""
 
 
-class Process:
+class SimProcess:
     """One incarnation of a process. `name` is its address, the same in every incarnation."""
 
     def __init__(self, network: Network, name: str, life: int) -> None:
@@ -119,7 +119,7 @@ class Machine:
     """Time limit of a collective."""
 
 
-class Worker(Process, WorkerShell[C]):
+class Worker(SimProcess, WorkerShell[C]):
     """A process with a KV pool and a device. Steps run on the device one after the other."""
 
     core: C
@@ -138,14 +138,14 @@ class Worker(Process, WorkerShell[C]):
         pages = peak(groups, config.kv_tokens, config.page_size, 2 * config.token_budget)
         self.pool = SimPool(pages, config.page_size, machine.heads)
         self.allocator = PageAllocator(pages, self.pool.generations)
-        self.cache = KvCache(self.allocator, PrefixTree(config.page_size, config.eviction, groups))
+        self.cache = KvCacheManager(self.allocator, PrefixTree(config.page_size, config.eviction, groups))
         self.model_info = node_pb2.ModelInfo(context_length=config.kv_tokens, vocab_size=VOCAB, grammars=True)
         self.layout = common_pb2.Layout(page_size=config.page_size)
         self.page_bytes = self.pool.page_bytes
         self.device = "cpu"
         self.runner = self._make_runner(Shard(0, machine.ranks))
         self.ranks = self._make_ranks() if machine.ranks > 1 else None
-        self.flights: list[Flight] = []
+        self.flights: list[SimLaunchedStep] = []
         """Launched and not yet retired."""
         self.retired = 0
         """The last step whose results have been read."""
@@ -168,10 +168,10 @@ class Worker(Process, WorkerShell[C]):
             shard.kv_heads(machine.heads),
         )
 
-    def _make_ranks(self) -> Ranks:
+    def _make_ranks(self) -> SimRanks:
         machine = self.machine
         followers = [Shard(rank, machine.ranks) for rank in range(1, machine.ranks)]
-        return Ranks(
+        return SimRanks(
             self.world,
             self.name,
             [self.runner, *(self._make_runner(shard) for shard in followers)],
@@ -223,7 +223,9 @@ class Worker(Process, WorkerShell[C]):
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Task:
         return Task(self.world, self.loop, work)
 
-    def compile_grammar(self, spec: GrammarSpec, done: Callable[[Grammar | GrammarError], None]) -> None:
+    def compile_grammar(
+        self, spec: GrammarSpec, done: Callable[[CompiledGrammar | GrammarError], None]
+    ) -> None:
         done(SimGrammar())
 
     def endpoints(self) -> list[common_pb2.Endpoint]:
@@ -246,12 +248,12 @@ class Worker(Process, WorkerShell[C]):
             crashed=self._end_with_error,
         )
 
-    def _executor(self) -> Runner[Flight]:
+    def _executor(self) -> Runner[SimLaunchedStep]:
         if self.ranks is None:
             return self.runner
         return RankedRunner(self.runner, self.ranks.channels, lambda: 1)
 
-    def _when_done(self, flight: Flight, finish: Callable[[], None]) -> None:
+    def _when_done(self, flight: SimLaunchedStep, finish: Callable[[], None]) -> None:
         world = self.world
         if self.ranks is None:
             world.at(max(0.0, flight.done_at - world.now) + HOP_SECONDS, self.step_thread, finish)
@@ -272,7 +274,7 @@ class Worker(Process, WorkerShell[C]):
             self.retired = step.plan.number
         self.check()
 
-    def _submit(self, flight: Flight) -> None:
+    def _submit(self, flight: SimLaunchedStep) -> None:
         """The device begins with it after all earlier steps."""
         if flight.plan.num_tokens > self.config.token_budget:
             raise Violation(f"budget: step {flight.plan.number} of {self.who} exceeds its token budget")
@@ -291,14 +293,14 @@ class Worker(Process, WorkerShell[C]):
             ]
             self.world.note(self.who, f"launch {flight.plan.number} {rows} {flight.plan.copies}")
 
-    def _schedule(self, flight: Flight) -> None:
+    def _schedule(self, flight: SimLaunchedStep) -> None:
         usual = self.machine.step_seconds * (1 + flight.plan.num_tokens / 16)
         start = max(self._device_free, self.world.now)
         run_at = start + usual * self._device_rng.uniform(0.1, 1.0)
         flight.done_at = self._device_free = run_at + usual * self._device_rng.uniform(0.0, 0.5)
         self.world.at(run_at - self.world.now, self.device_thread, lambda: self._execute(flight))
 
-    def _execute(self, flight: Flight) -> None:
+    def _execute(self, flight: SimLaunchedStep) -> None:
         self.runner.execute(flight)
         if self.world.traced:
             tokens = [token for row in flight.result.rows for token in row.tokens] if flight.result else []
@@ -336,7 +338,7 @@ class Worker(Process, WorkerShell[C]):
                     )
             for row in flight.plan.rows:
                 for page in _used(row, self.cache.groups, size):
-                    if page == GONE:
+                    if page == NO_PAGE:
                         raise Violation(f"window: step {flight.plan.number} of {self.who} sees what is gone")
                     if self.allocator.state(page) is PageState.FREE:
                         raise Violation(

@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 from baton.ranks.channel import ChannelClosed
 from baton.ranks.plan_codec import PlanDecoder
-from baton.sim.model import Flight, SimRunner, View, combined
+from baton.sim.model import SimLaunchedStep, SimRunner, View, combined
 from baton.sim.world import Actor, World
 
 PARENT_SECONDS = 0.1
@@ -27,8 +27,8 @@ RESET_SECONDS = 0.001
 COPIED, EMBEDDED, SUMMED, SAMPLED = "copied", "embedded", "summed", "sampled"
 """Collectives of a step: after copies; before any entry is written; after all; of the tokens, from rank 0."""
 
-Call = tuple[str, Any]
-Steps = Generator[Call, Any, None]
+CollectiveCall = tuple[str, Any]
+RankSteps = Generator[CollectiveCall, Any, None]
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Collective:
     waiting: dict[int, Callable[[Any], None]] = field(default_factory=dict)
 
 
-class Ranks:
+class SimRanks:
     """The ranks of one worker."""
 
     def __init__(
@@ -126,22 +126,22 @@ class Ranks:
 class Rank:
     """One rank's device: it runs plans one after the other."""
 
-    def __init__(self, ranks: Ranks, shard: Shard, runner: SimRunner, actor: Actor) -> None:
+    def __init__(self, ranks: SimRanks, shard: Shard, runner: SimRunner, actor: Actor) -> None:
         self.shard = shard
         self.actor = actor
         self.calls = 0
         """Collectives entered so far."""
         self._ranks = ranks
         self._runner = runner
-        self._queue: deque[Flight] = deque()
+        self._queue: deque[SimLaunchedStep] = deque()
         self._messages: deque[bytes] = deque()
         """Plans that a follower has not begun."""
         self._decoder = PlanDecoder()
-        self._steps: Steps | None = None
+        self._steps: RankSteps | None = None
         self._broken = ""
         """Why all further steps fail."""
 
-    def take(self, flight: Flight) -> None:
+    def take(self, flight: SimLaunchedStep) -> None:
         self._queue.append(flight)
         if self._broken:
             self._break()
@@ -158,7 +158,7 @@ class Rank:
 
     def _next(self) -> None:
         if self._messages:
-            self._queue.append(Flight(self._decoder.decode(self._messages.popleft())))
+            self._queue.append(SimLaunchedStep(self._decoder.decode(self._messages.popleft())))
         if self._queue:
             self._begin()
 
@@ -190,7 +190,7 @@ class Rank:
             return
         self._ranks.enter(self, kind, value, self._after)
 
-    def _run(self, flight: Flight) -> Steps:
+    def _run(self, flight: SimLaunchedStep) -> RankSteps:
         """As engine.model_runner does on each rank."""
         plan, runner = flight.plan, self._runner
         if flight.error:
@@ -261,7 +261,7 @@ def result(found: Collective) -> Any:
 class SimChannel:
     """ranks.runner.PlanChannel to a follower: plans arrive in order."""
 
-    def __init__(self, ranks: Ranks, follower: Rank) -> None:
+    def __init__(self, ranks: SimRanks, follower: Rank) -> None:
         self._ranks = ranks
         self._follower = follower
         self._last = 0.0

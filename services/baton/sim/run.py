@@ -16,7 +16,7 @@ from pathlib import Path
 
 from baton import cgroups
 from baton.sim import bugs
-from baton.sim.cluster import Cluster
+from baton.sim.cluster import SimCluster
 from baton.sim.scenario import Scenario, make_scenario
 from baton.sim.world import Trace, Violation
 
@@ -55,10 +55,10 @@ def run_seed(seed: int, max_steps: int | None = None) -> Outcome:
 
 def run_scenario(scenario: Scenario, max_steps: int | None = None, trace: Trace | None = None) -> Outcome:
     """Raises nothing: an error that escapes the core is a failure of the run."""
-    cluster: Cluster | None = None
+    cluster: SimCluster | None = None
     rule = failure = ""
     try:
-        cluster = Cluster(scenario, trace)
+        cluster = SimCluster(scenario, trace)
         cluster.run(max_steps)
     except Violation as violation:
         failure = str(violation)

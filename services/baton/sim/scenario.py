@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.engine.sampling import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.rpc.validate import MAX_STOP_TOKENS
 from baton.sim.faults import Fault, draw_babbles, draw_faults, draw_hangs
 from baton.sim.grammar import SPEC

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from baton.engine.request import Phase, Sequence
+from baton.engine.request import Sequence, SequencePhase
 from baton.engine.scheduler import Scheduler
 from baton.sim.world import Violation
 
-_COMPUTED_HERE = (Phase.PROMPT, Phase.RUNNING)
-_WITH_SLOT = (Phase.HANDOFF, *_COMPUTED_HERE)
+_COMPUTED_HERE = (SequencePhase.PROMPT, SequencePhase.RUNNING)
+_WITH_SLOT = (SequencePhase.HANDOFF, *_COMPUTED_HERE)
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -41,11 +41,11 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def _wrong(scheduler: Scheduler, sequence: Sequence, leads: bool) -> str:
     """`leads`: it is not one that will fork from another, which is not scheduled and holds its slot only."""
     phase, holding = sequence.phase, sequence.holding
-    queues: dict[Phase, Iterable[Sequence]] = {
-        Phase.WAITING: scheduler.waiting,
-        Phase.PROMPT: scheduler.prompts,
-        Phase.RUNNING: scheduler.running,
-        Phase.HANDOFF: scheduler.handoffs,
+    queues: dict[SequencePhase, Iterable[Sequence]] = {
+        SequencePhase.WAITING: scheduler.waiting,
+        SequencePhase.PROMPT: scheduler.prompts,
+        SequencePhase.RUNNING: scheduler.running,
+        SequencePhase.HANDOFF: scheduler.handoffs,
     }
     for queue_of, queue in queues.items():
         if (sequence in list(queue)) is not (phase is queue_of and leads):
@@ -54,7 +54,7 @@ def _wrong(scheduler: Scheduler, sequence: Sequence, leads: bool) -> str:
         return f"slot {sequence.slot}"
     if sequence.reserved < 0 or (sequence.reserved and not (phase in _WITH_SLOT and leads)):
         return f"{sequence.reserved} pages reserved"
-    if phase not in (*_WITH_SLOT, Phase.LEASED) or not leads:
+    if phase not in (*_WITH_SLOT, SequencePhase.LEASED) or not leads:
         if holding is not None:
             return "pages are held"
     elif phase in _COMPUTED_HERE:
@@ -65,8 +65,8 @@ def _wrong(scheduler: Scheduler, sequence: Sequence, leads: bool) -> str:
     counts = (sequence.retired, sequence.computed, len(sequence.tokens) + sequence.unread)
     if sequence.unread < 0 or sorted(counts) != list(counts):
         return f"retired, computed, known and launched: {counts}, {sequence.unread} not read"
-    if phase is Phase.WAITING and (sequence.computed or sequence.slot_ready):
+    if phase is SequencePhase.WAITING and (sequence.computed or sequence.slot_ready):
         return "something is said to be computed of it"
-    if phase is not Phase.WAITING and (sequence.encoded is not None or sequence.match is not None):
+    if phase is not SequencePhase.WAITING and (sequence.encoded is not None or sequence.match is not None):
         return "its tokens are still kept encoded"
     return ""

@@ -13,14 +13,14 @@ from baton.sim.network import Endpoint
 from baton.sim.world import Actor, World
 from baton.worker.caller_stream import CallerStream, Service
 
-Write = Callable[[Any], object]
+WriteEvent = Callable[[Any], object]
 
 
 class VirtualStream(CallerStream):
     """A stream whose messages leave in virtual time. `attach` before the first one."""
 
     def attach(
-        self, world: World, actor: Actor, write: Write, end: Callable[[str], None] = lambda reason: None
+        self, world: World, actor: Actor, write: WriteEvent, end: Callable[[str], None] = lambda reason: None
     ) -> None:
         """write: called with each message as it leaves. end: when the stream has ended here."""
         self._world, self._actor, self._write, self._end_here = world, actor, write, end
@@ -94,7 +94,7 @@ class SimStreams:
 
     def _read(self, stream: Any, message: Any) -> None:
         try:
-            self._service.obey(message, stream)
+            self._service.handle_command(message, stream)
         except BatonError as error:
             stream.close(error)
 

@@ -45,7 +45,7 @@ class SimReceiver:
         self._address = address
         self._pool = pool
         self.sees_steps = pool is not None and node.machine.sees_steps
-        self.lane: list[Pull] = []
+        self.lane: list[SimPull] = []
         """Pulls that have not ended."""
 
     async def pull(
@@ -56,7 +56,7 @@ class SimReceiver:
         server = host if isinstance(host, Worker) and self._pool is None else None
         if self._pool is None and server is None:
             raise TransportError(f"nobody answers at {self._address}")
-        pull = Pull(node, pairs, step, self.lane, self._pool, server, copied)
+        pull = SimPull(node, pairs, step, self.lane, self._pool, server, copied)
         try:
             await pull.ended
         except asyncio.CancelledError:
@@ -74,7 +74,7 @@ class SimReceiver:
             pull.close("the receiver is closed")
 
 
-class Pull:
+class SimPull:
     """A running pull."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Pull:
         node: SimDecode,
         pairs: Sequence[tuple[int, int]],
         step: int,
-        lane: list[Pull],
+        lane: list[SimPull],
         pool: SimPool | None,
         server: Worker[Any] | None,
         copied: Callable[[float], None],

@@ -35,7 +35,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 RAW_ARGUMENTS = "raw_arguments"
 """The key under which a template sees arguments of an earlier call that are no JSON object."""
 
-Value = Any
+JsonValue = Any
 """A JSON value."""
 
 
@@ -43,9 +43,9 @@ Value = Any
 class Conversation:
     """What a template is rendered with."""
 
-    messages: Sequence[Mapping[str, Value]]
-    tools: Sequence[Mapping[str, Value]] = ()
-    arguments: Mapping[str, Value] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, JsonValue]]
+    tools: Sequence[Mapping[str, JsonValue]] = ()
+    arguments: Mapping[str, JsonValue] = field(default_factory=dict)
     """Variables of the template."""
 
     def with_text_arguments(self) -> Conversation:
@@ -101,11 +101,11 @@ def short_id(id: str) -> str:
 
 def _message(
     message: tokenizer_pb2.ChatMessage, name: str, calls: dict[str, str], developer: bool
-) -> dict[str, Value]:
+) -> dict[str, JsonValue]:
     role = message.role
     if role not in ROLES:
         raise invalid(f"{name}.role", f"{name}.role is {role[:40]!r}; use one of {', '.join(ROLES)}")
-    made: dict[str, Value] = {
+    made: dict[str, JsonValue] = {
         "role": "system" if role == "developer" and not developer else role,
         "content": message.content,
     }
@@ -136,7 +136,7 @@ def _check_continued(chat: tokenizer_pb2.ChatPrompt, field: str) -> None:
         raise invalid(field, text)
 
 
-def _call(call: tokenizer_pb2.ToolCall, name: str, calls: dict[str, str]) -> dict[str, Value]:
+def _call(call: tokenizer_pb2.ToolCall, name: str, calls: dict[str, str]) -> dict[str, JsonValue]:
     _check_name(call.name, f"{name}.name")
     arguments = earlier_arguments(call.arguments)
     if arguments is None:
@@ -150,7 +150,7 @@ def _call(call: tokenizer_pb2.ToolCall, name: str, calls: dict[str, str]) -> dic
     }
 
 
-def _tools(chat: tokenizer_pb2.ChatPrompt, name: str) -> list[dict[str, Value]]:
+def _tools(chat: tokenizer_pb2.ChatPrompt, name: str) -> list[dict[str, JsonValue]]:
     if len(chat.tools) > MAX_TOOLS:
         raise invalid(f"{name}.tools", f"{name}.tools: {len(chat.tools)} tools; {MAX_TOOLS} are allowed")
     seen: dict[str, int] = {}
@@ -193,7 +193,7 @@ def _check_name(given: str, field: str) -> None:
         raise invalid(field, f"{field} is {given[:128]!r}; a name has {form}")
 
 
-def earlier_arguments(text: str) -> dict[str, Value] | None:
+def earlier_arguments(text: str) -> dict[str, JsonValue] | None:
     """Of a call in the history; None: they are no JSON object: they were cut off, or come from elsewhere."""
     try:
         return _json_object("{}" if text.strip() in ("", "null") else text, "arguments")
@@ -201,7 +201,7 @@ def earlier_arguments(text: str) -> dict[str, Value] | None:
         return None
 
 
-def _json_object(text: str, field: str) -> dict[str, Value]:
+def _json_object(text: str, field: str) -> dict[str, JsonValue]:
     try:
         found = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
@@ -221,7 +221,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _integers(value: Value) -> Value:
+def _integers(value: JsonValue) -> JsonValue:
     """Struct knows floating-point numbers only; templates may print them."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -230,7 +230,7 @@ def _integers(value: Value) -> Value:
     return {key: _integers(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def _short_ids(message: Mapping[str, Value]) -> Mapping[str, Value]:
+def _short_ids(message: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
     changed = dict(message)
     if "tool_calls" in message:
         changed["tool_calls"] = [{**call, "id": short_id(call["id"])} for call in message["tool_calls"]]
@@ -239,7 +239,7 @@ def _short_ids(message: Mapping[str, Value]) -> Mapping[str, Value]:
     return changed
 
 
-def _text_arguments(message: Mapping[str, Value]) -> Mapping[str, Value]:
+def _text_arguments(message: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
     if "tool_calls" not in message:
         return message
     calls = [
@@ -266,7 +266,7 @@ XML tags:
 """As Qwen's templates say it, after Nous Research's Hermes 2 Pro."""
 
 
-def _plain(message: Mapping[str, Value]) -> dict[str, Value]:
+def _plain(message: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     parts = [message["content"]] if message["content"] else []
@@ -277,5 +277,5 @@ def _plain(message: Mapping[str, Value]) -> dict[str, Value]:
     return {**kept, "content": "\n".join(parts)}
 
 
-def _dumps(value: Value) -> str:
+def _dumps(value: JsonValue) -> str:
     return json.dumps(value, ensure_ascii=False)

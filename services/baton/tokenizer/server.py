@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc.aio
 
-from baton import checkpoint
+from baton import model_path
 from baton.config import TokenizerConfig
 from baton.discovery.etcd import Registration, register
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import failed_precondition
 from baton.rpc.node import run_node
-from baton.tokenizer import formats, hf
+from baton.tokenizer import hf_tokenizer, output_formats
 from baton.tokenizer.service import TokenizerService
 from baton.tracing.recorder import Recorder
 from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
@@ -44,14 +44,14 @@ class TokenizerNode:
     async def start(self, address: str) -> None:
         self.address = address
 
-        def load() -> hf.HFTokenizer:
-            path = checkpoint.resolve(self._config.model, checkpoint.TOKENIZER_FILES)
-            return hf.load(path, special_tokens_in_content=self._config.special_tokens_in_content)
+        def load() -> hf_tokenizer.HFTokenizer:
+            path = model_path.resolve(self._config.model, model_path.TOKENIZER_FILES)
+            return hf_tokenizer.load(path, special_tokens_in_content=self._config.special_tokens_in_content)
 
         loop = asyncio.get_running_loop()
         try:
             self._service.tokenizer = await loop.run_in_executor(self._threads, load)
-        except checkpoint.CheckpointError as error:
+        except model_path.CheckpointError as error:
             raise failed_precondition(str(error), "CHECKPOINT") from error
         self._registration = register(self._config, self.role, self._incarnation, address)
 
@@ -75,15 +75,15 @@ class TokenizerNode:
         info = node_pb2.NodeInfo(incarnation=self._incarnation)
         loaded = self._service.tokenizer
         if loaded is not None:
-            info.model.name = checkpoint.model_name(self._config.model)
+            info.model.name = model_path.model_name(self._config.model)
             info.model.context_length = loaded.context_length
             info.model.vocab_size = loaded.vocabulary.size
             info.model.eos_token_ids.extend(loaded.eos_token_ids)
             info.model.chat = loaded.chat
             if loaded.chat:
-                info.model.tool_format = formats.tool_format(loaded.template)
-                info.model.reasoning_format = formats.reasoning_format(loaded.template)
-                info.model.template_variables.extend(formats.variables(loaded.template))
+                info.model.tool_format = output_formats.tool_format(loaded.template)
+                info.model.reasoning_format = output_formats.reasoning_format(loaded.template)
+                info.model.template_variables.extend(output_formats.variables(loaded.template))
             if loaded.begin_token_id is not None:
                 info.model.begin_token_id = loaded.begin_token_id
             if loaded.default_sampling.ByteSize():

@@ -23,14 +23,14 @@ from baton.rpc.errors import (
     unavailable,
 )
 from baton.rpc.message_size import MAX_ANSWER_BYTES, check_answer, cut
-from baton.rpc.streams import byte_size
+from baton.rpc.outbox import byte_size
 from baton.rpc.validate import check_token_ids
-from baton.tokenizer.chat import Rendered
+from baton.tokenizer.chat_encoder import Rendered
 from baton.tokenizer.conversation import read
 from baton.tokenizer.detokenize import Detokenizer, decode
-from baton.tokenizer.hf import EncodingFailed, HFTokenizer, NoChatTemplate, TemplateFailed
+from baton.tokenizer.hf_tokenizer import EncodingFailed, HFTokenizer, NoChatTemplate, TemplateFailed
 from baton.tokenizer.vocabulary import Vocabulary
-from baton.tracing.recorder import Kind, Recorder
+from baton.tracing.recorder import EventKind, Recorder
 from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 INLINE_TOKENS = 2048
@@ -71,12 +71,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             if each.traceparent:
                 name = (each.request.gateway, each.request.request)
                 self._recorder.begin_span(*name, operation="tokenize", traceparent=each.traceparent)
-        self._record(Kind.RECEIVED, request)
+        self._record(EventKind.RECEIVED, request)
 
         def work() -> list[tokenizer_pb2.EncodeResult]:
-            self._record(Kind.TOKENIZING, request)
+            self._record(EventKind.TOKENIZING, request)
             results = encode_all(tokenizer, request.inputs)
-            self._record(Kind.TOKENIZED, request, results)
+            self._record(EventKind.TOKENIZED, request, results)
             most = request.max_answer_bytes if request.HasField("max_answer_bytes") else MAX_ANSWER_BYTES
             size = sum(byte_size(result) + ENTRY_BYTES for result in results)
             check_answer(size, "inputs", "send fewer at a time, or set max_answer_bytes", most)
@@ -86,7 +86,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             with self._counted():
                 results = await self._work(work)
         except BaseException as error:  # a span that was begun must end
-            self._record(Kind.ENDED, request, text=_outcome(error))
+            self._record(EventKind.ENDED, request, text=_outcome(error))
             raise
         failed = sum(result.HasField("error") for result in results)
         self._counts.failed += failed
@@ -96,7 +96,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 
     def _record(
         self,
-        kind: Kind,
+        kind: EventKind,
         request: tokenizer_pb2.EncodeRequest,
         results: Sequence[tokenizer_pb2.EncodeResult] = (),
         text: str = "",

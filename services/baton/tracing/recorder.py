@@ -18,7 +18,7 @@ TOKENS_EVERY = 16
 """Output tokens between two events TOKENS."""
 
 
-class Kind(IntEnum):
+class EventKind(IntEnum):
     """Kind of an event; baton.v1.EventKind says what each one means. The numbers are the same there."""
 
     RECEIVED = 1
@@ -42,13 +42,13 @@ class Kind(IntEnum):
     ENDED = 19
 
 
-_RECEIVED, _ENDED = Kind.RECEIVED.value, Kind.ENDED.value
+_RECEIVED, _ENDED = EventKind.RECEIVED.value, EventKind.ENDED.value
 
 
 class Event(NamedTuple):
     at: float
     """Seconds of the recorder's clock."""
-    kind: Kind
+    kind: EventKind
     gateway: int
     """With `request`: the request's name, the same in all processes."""
     request: int
@@ -66,7 +66,7 @@ Kept = tuple[float, int, int, int, int, int, int, int, int, str]
 
 def _event(kept: Kept) -> Event:
     at, kind, *rest = kept
-    return Event(at, Kind(kind), *rest)  # type: ignore[arg-type]
+    return Event(at, EventKind(kind), *rest)  # type: ignore[arg-type]
 
 
 class Recorder:
@@ -81,7 +81,7 @@ class Recorder:
 
     def add(
         self,
-        kind: Kind,
+        kind: EventKind,
         gateway: int,
         request: int,
         attempt: int = 0,

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from baton.rpc.logs import get_logger
-from baton.tracing.recorder import Event, Kind
+from baton.tracing.recorder import Event, EventKind
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -25,36 +25,36 @@ MAX_OPEN = 4096
 """Sampled requests at a time, with those whose spans are still to be made; further ones have no spans."""
 MAX_EVENTS = 1024
 """Most events of one request that become spans."""
-PHASES: dict[str, dict[Kind, str]] = {
+PHASES: dict[str, dict[EventKind, str]] = {
     "gateway": {
-        Kind.RECEIVED: "admit",
-        Kind.TOKENIZING: "tokenize",
-        Kind.TOKENIZED: "route",
-        Kind.SENT: "generate",
-        Kind.RETRIED: "resume",
-        Kind.RESUMED: "resume",
+        EventKind.RECEIVED: "admit",
+        EventKind.TOKENIZING: "tokenize",
+        EventKind.TOKENIZED: "route",
+        EventKind.SENT: "generate",
+        EventKind.RETRIED: "resume",
+        EventKind.RESUMED: "resume",
     },
-    "tokenizer": {Kind.RECEIVED: "queue", Kind.TOKENIZING: "tokenize"},
+    "tokenizer": {EventKind.RECEIVED: "queue", EventKind.TOKENIZING: "tokenize"},
     "prefill": {
-        Kind.RECEIVED: "queue",
-        Kind.RETRACTED: "queue",
-        Kind.CHUNK_BEGUN: "prefill",
-        Kind.FIRST_TOKEN: "lease",
+        EventKind.RECEIVED: "queue",
+        EventKind.RETRACTED: "queue",
+        EventKind.CHUNK_BEGUN: "prefill",
+        EventKind.FIRST_TOKEN: "lease",
     },
     "decode": {
-        Kind.RECEIVED: "queue",
-        Kind.ADMITTED: "prefill",
-        Kind.FIRST_TOKEN: "pull",
-        Kind.RUNNING: "decode",
-        Kind.RETRACTED: "queue",
-        Kind.RETRIED: "queue",
+        EventKind.RECEIVED: "queue",
+        EventKind.ADMITTED: "prefill",
+        EventKind.FIRST_TOKEN: "pull",
+        EventKind.RUNNING: "decode",
+        EventKind.RETRACTED: "queue",
+        EventKind.RETRIED: "queue",
     },
 }
 """Role -> what a request does after an event."""
-_MARKS = (Kind.FIRST_TOKEN, Kind.RETRACTED, Kind.RETRIED, Kind.RESUMED)
+_MARKS = (EventKind.FIRST_TOKEN, EventKind.RETRACTED, EventKind.RETRIED, EventKind.RESUMED)
 """Events of the process's span."""
 
-Name = tuple[int, int, int, int]
+SpanName = tuple[int, int, int, int]
 """Gateway, request, attempt, decode try."""
 
 
@@ -89,7 +89,7 @@ class Spans:
         self._tracer = self._provider.get_tracer("baton")
         self._role = role
         self._phases = PHASES[role]
-        self._open: dict[Name, tuple[Span, list[Event]]] = {}
+        self._open: dict[SpanName, tuple[Span, list[Event]]] = {}
         self._ended: queue.SimpleQueue[tuple[Span, list[Event]] | None] = queue.SimpleQueue()
         self._offset = 0.0
         """Offset of the time of day to the monotonic clock."""
@@ -97,7 +97,7 @@ class Spans:
         self._thread.start()
 
     def begin(
-        self, name: Name, operation: str, traceparent: str, attributes: dict[str, Any] | None = None
+        self, name: SpanName, operation: str, traceparent: str, attributes: dict[str, Any] | None = None
     ) -> str:
         """The process has got a request. Returns the trace context for the processes that it asks; empty: the
         request is not sampled."""
@@ -117,7 +117,7 @@ class Spans:
         propagator.inject(carrier, trace.set_span_in_context(span))
         return carrier.get("traceparent", "")
 
-    def describe(self, name: Name, attributes: dict[str, Any]) -> None:
+    def describe(self, name: SpanName, attributes: dict[str, Any]) -> None:
         """Adds what is known at the end. Before the event ENDED."""
         found = self._open.get(name)
         if found is not None:
@@ -130,10 +130,10 @@ class Spans:
         found = self._open.get(name)
         if found is None:
             return
-        if len(found[1]) < MAX_EVENTS or event.kind is Kind.ENDED:
+        if len(found[1]) < MAX_EVENTS or event.kind is EventKind.ENDED:
             found[1].append(event)
-        last = Kind.TOKENIZED if self._role == "tokenizer" else Kind.ENDED
-        if event.kind is last or event.kind is Kind.ENDED:
+        last = EventKind.TOKENIZED if self._role == "tokenizer" else EventKind.ENDED
+        if event.kind is last or event.kind is EventKind.ENDED:
             self._open.pop(name, None)
             self._ended.put(found)
 
@@ -164,7 +164,7 @@ class Spans:
             if event.kind in _MARKS:
                 reason = {"baton.reason": event.text} if event.text else {}
                 span.add_event(event.kind.name.lower(), reason, self._ns(event.at))
-        if end.kind is Kind.ENDED and end.text not in ("finished", "cancelled", "released"):
+        if end.kind is EventKind.ENDED and end.text not in ("finished", "cancelled", "released"):
             span.set_attribute("error.type", end.text)
             span.set_status(trace.StatusCode.ERROR, end.text)
         span.end(self._ns(end.at))
@@ -181,19 +181,19 @@ class Spans:
                 name, since = phase, event.at
         if name:
             found.append((name, since, events[-1].at, {}))
-        begun: dict[tuple[Kind, int, int], Event] = {}
+        begun: dict[tuple[EventKind, int, int], Event] = {}
         for event in events:
-            if event.kind in (Kind.CHUNK_BEGUN, Kind.PULL_BEGUN):
-                begun[event.kind, event.step if event.kind is Kind.CHUNK_BEGUN else 0, event.decode_try] = (
-                    event
-                )
-            elif event.kind is Kind.CHUNK_ENDED:
-                first = begun.pop((Kind.CHUNK_BEGUN, event.step, event.decode_try), None)
+            if event.kind in (EventKind.CHUNK_BEGUN, EventKind.PULL_BEGUN):
+                begun[
+                    event.kind, event.step if event.kind is EventKind.CHUNK_BEGUN else 0, event.decode_try
+                ] = event
+            elif event.kind is EventKind.CHUNK_ENDED:
+                first = begun.pop((EventKind.CHUNK_BEGUN, event.step, event.decode_try), None)
                 if first is not None:
                     more = {"baton.step": event.step, "baton.tokens": first.number}
                     found.append(("chunk", first.at, event.at, more))
-            elif event.kind is Kind.PULL_ENDED:
-                first = begun.pop((Kind.PULL_BEGUN, 0, event.decode_try), None)
+            elif event.kind is EventKind.PULL_ENDED:
+                first = begun.pop((EventKind.PULL_BEGUN, 0, event.decode_try), None)
                 if first is not None:
                     how = {"baton.pages": event.number, "baton.bytes": event.size}
                     found.append(("pull pages", first.at, event.at, {**how, "baton.transport": event.text}))
@@ -203,6 +203,6 @@ class Spans:
         return int(1e9 * (monotonic + self._offset))
 
 
-def _name(role: str, event: Event) -> Name:
+def _name(role: str, event: Event) -> SpanName:
     attempt = event.attempt if role in ("prefill", "decode") else 0
     return event.gateway, event.request, attempt, event.decode_try if role == "prefill" else 0

@@ -14,23 +14,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from baton.tracing.recorder import Event, Kind
+from baton.tracing.recorder import Event, EventKind
 
 SHORTEST_SECONDS = 50e-6
 """A shorter phase is counted to the one before it."""
 DEPTHS = {"gateway": 0, "tokenizer": 1, "decode": 1, "prefill": 2}
-_UPWARDS = (Kind.TOKENIZED, Kind.FIRST_TOKEN, Kind.TOKENS, Kind.ENDED)
+_UPWARDS = (EventKind.TOKENIZED, EventKind.FIRST_TOKEN, EventKind.TOKENS, EventKind.ENDED)
 """Events that a process records before the one that had asked it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class TimelineProcess:
     role: str
     address: str = ""
     """host:port; empty: the gateway."""
 
 
-GATEWAY = Process("gateway")
+GATEWAY = TimelineProcess("gateway")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,17 @@ class Recorded:
     """One request's events in one process, oldest first. offset: measured, in seconds; added to the process's
     clock it gives the gateway's."""
 
-    process: Process
+    process: TimelineProcess
     events: Sequence[Event]
     offset: float = 0.0
 
 
 @dataclass(slots=True)
-class Phase:
+class TimelinePhase:
     """Seconds since the request was received. end None: it lasts."""
 
     name: str
-    process: Process
+    process: TimelineProcess
     start: float
     end: float | None = None
     detail: str = ""
@@ -59,7 +59,7 @@ class Placed:
     """An event at its place. at: seconds since the request was received."""
 
     at: float
-    process: Process
+    process: TimelineProcess
     event: Event
 
 
@@ -77,8 +77,8 @@ class Timeline:
     reason: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    phases: list[Phase] = field(default_factory=list)
-    work: list[Phase] = field(default_factory=list)
+    phases: list[TimelinePhase] = field(default_factory=list)
+    work: list[TimelinePhase] = field(default_factory=list)
     events: list[Placed] = field(default_factory=list)
 
     @property
@@ -99,7 +99,7 @@ def parse_id(id: str) -> tuple[int, int] | None:
 def timeline(own: Sequence[Event], others: Iterable[Recorded], now: float) -> Timeline | None:
     """own: the gateway's events of the request, oldest first; None if its begin is no longer among them. now:
     on the gateway's clock."""
-    if not own or own[0].kind is not Kind.RECEIVED:
+    if not own or own[0].kind is not EventKind.RECEIVED:
         return None
     first = own[0]
     found = Timeline(first.gateway, first.request, first.at)
@@ -118,13 +118,13 @@ def timeline(own: Sequence[Event], others: Iterable[Recorded], now: float) -> Ti
 
 def _summarize(found: Timeline, event: Event) -> None:
     kind = event.kind
-    if kind is Kind.TOKENIZED:
+    if kind is EventKind.TOKENIZED:
         found.prompt_tokens = event.number
-    elif kind is Kind.FIRST_TOKEN and found.ttft is None:
+    elif kind is EventKind.FIRST_TOKEN and found.ttft is None:
         found.ttft = event.at - found.received
-    elif kind is Kind.TOKENS:
+    elif kind is EventKind.TOKENS:
         found.output_tokens = event.number
-    elif kind is Kind.ENDED:
+    elif kind is EventKind.ENDED:
         found.total = event.at - found.received
         found.output_tokens = event.number
         known = event.text in ("finished", "cancelled")
@@ -153,11 +153,11 @@ def _corrected(recorded: Recorded, known: Sequence[Placed], received: float) -> 
     """The measured offset, within the bounds that messages to and from processes on known clocks set."""
     least, most = -inf, inf
     for event in recorded.events:
-        if event.kind is Kind.RECEIVED:
+        if event.kind is EventKind.RECEIVED:
             asked = _asked(event, recorded.process, known)
             if asked is not None:
                 least = max(least, asked + received - event.at)
-        elif event.kind in (Kind.FIRST_TOKEN, Kind.TOKENIZED):
+        elif event.kind in (EventKind.FIRST_TOKEN, EventKind.TOKENIZED):
             answered = _answered(event, recorded.process, known)
             if answered is not None:
                 most = min(most, answered + received - event.at)
@@ -166,9 +166,9 @@ def _corrected(recorded: Recorded, known: Sequence[Placed], received: float) -> 
     return min(max(recorded.offset, least), most)
 
 
-def _asked(event: Event, process: Process, known: Sequence[Placed]) -> float | None:
+def _asked(event: Event, process: TimelineProcess, known: Sequence[Placed]) -> float | None:
     """When the process was sent the request, the message that this event is about."""
-    kind = Kind.TOKENIZING if process.role == "tokenizer" else Kind.SENT
+    kind = EventKind.TOKENIZING if process.role == "tokenizer" else EventKind.SENT
     for placed in known:
         sent = placed.event
         if sent.kind is kind and sent.text == process.address and _same(sent, event):
@@ -176,7 +176,7 @@ def _asked(event: Event, process: Process, known: Sequence[Placed]) -> float | N
     return None
 
 
-def _answered(event: Event, process: Process, known: Sequence[Placed]) -> float | None:
+def _answered(event: Event, process: TimelineProcess, known: Sequence[Placed]) -> float | None:
     """When the asking process had got what this event says."""
     asking = "decode" if process.role == "prefill" else "gateway"
     waiting = asking == "gateway"
@@ -184,8 +184,8 @@ def _answered(event: Event, process: Process, known: Sequence[Placed]) -> float 
         got = placed.event
         if placed.process.role != asking or got.attempt != event.attempt:
             continue
-        if asking == "decode" and got.kind in (Kind.SENT, Kind.RETRIED):
-            waiting = got.kind is Kind.SENT and got.decode_try == event.decode_try
+        if asking == "decode" and got.kind in (EventKind.SENT, EventKind.RETRIED):
+            waiting = got.kind is EventKind.SENT and got.decode_try == event.decode_try
         elif got.kind is event.kind and waiting:
             return placed.at
     return None
@@ -199,9 +199,9 @@ class _Path:
 
     def __init__(self, found: Timeline) -> None:
         self._found = found
-        self._phases: list[Phase] = []
+        self._phases: list[TimelinePhase] = []
         self._attempt = -1
-        self._decode = self._prefill = Process("decode")
+        self._decode = self._prefill = TimelineProcess("decode")
         self._try = -1
         self._chunks = 0
         """Launched and not retired, where the prompt is computed."""
@@ -209,7 +209,7 @@ class _Path:
         """The attempt's first token is at the gateway, at the decode node; the request has rows there."""
         self._recorded = {(p.process, p.event.attempt) for p in found.events if p.process.role == "decode"}
 
-    def finished(self) -> list[Phase]:
+    def finished(self) -> list[TimelinePhase]:
         if self._phases and self._found.outcome:
             self._phases[-1].end = self._found.total
         return self._phases
@@ -228,7 +228,7 @@ class _Path:
         name = placed.event.attempt, placed.event.decode_try
         return not self._token and placed.process == self._prefill and name == (self._attempt, self._try)
 
-    def _begin(self, at: float, name: str, process: Process, detail: str = "") -> None:
+    def _begin(self, at: float, name: str, process: TimelineProcess, detail: str = "") -> None:
         """The phase before ends."""
         found = self._found
         at = max(at, self._phases[-1].start if self._phases else 0.0)
@@ -246,88 +246,92 @@ class _Path:
             if (last.name, last.process, last.detail) == (name, process, detail) and at != found.ttft:
                 last.end = None
                 return
-        self._phases.append(Phase(name, process, at, detail=detail))
+        self._phases.append(TimelinePhase(name, process, at, detail=detail))
 
     def _at_gateway(self, at: float, event: Event) -> None:
         kind = event.kind
-        if kind is Kind.RECEIVED:
+        if kind is EventKind.RECEIVED:
             self._begin(at, "admit", GATEWAY)
-        elif kind is Kind.TOKENIZING:
-            self._begin(at, "tokenize", Process("tokenizer", event.text))
-        elif kind is Kind.TOKENIZED:
+        elif kind is EventKind.TOKENIZING:
+            self._begin(at, "tokenize", TimelineProcess("tokenizer", event.text))
+        elif kind is EventKind.TOKENIZED:
             self._begin(at, "route", GATEWAY)
-        elif kind is Kind.SENT:
-            self._attempt, self._decode = event.attempt, Process("decode", event.text)
+        elif kind is EventKind.SENT:
+            self._attempt, self._decode = event.attempt, TimelineProcess("decode", event.text)
             self._first = self._token = self._running = False
             self._chunks, self._try = 0, -1
             known = (self._decode, self._attempt) in self._recorded
             self._begin(at, "send" if known else "unknown", self._decode)
-        elif kind is Kind.FIRST_TOKEN:
+        elif kind is EventKind.FIRST_TOKEN:
             self._first = True
             known = (self._decode, self._attempt) in self._recorded
             self._begin(at, "decode" if self._running or not known else "pull", self._decode)
-        elif kind in (Kind.RETRIED, Kind.RESUMED):
+        elif kind in (EventKind.RETRIED, EventKind.RESUMED):
             self._attempt = -1
             self._begin(at, "resume", GATEWAY, event.text)
 
     def _at_decode(self, at: float, event: Event) -> None:
         kind, here = event.kind, self._decode
-        if kind in (Kind.RECEIVED, Kind.QUEUED, Kind.ADMITTED):
+        if kind in (EventKind.RECEIVED, EventKind.QUEUED, EventKind.ADMITTED):
             self._begin(at, "queue", here)
-        elif kind in (Kind.RETRACTED, Kind.RETRIED):
+        elif kind in (EventKind.RETRACTED, EventKind.RETRIED):
             self._running = self._token = False
             self._chunks, self._try = 0, -1
             self._begin(at, "queue", here, event.text or "retracted")
-        elif kind is Kind.SENT:
-            self._prefill, self._try, self._chunks = Process("prefill", event.text), event.decode_try, 0
+        elif kind is EventKind.SENT:
+            self._prefill, self._try, self._chunks = (
+                TimelineProcess("prefill", event.text),
+                event.decode_try,
+                0,
+            )
             self._begin(at, "hand-off", here)
-        elif kind in (Kind.CHUNK_BEGUN, Kind.CHUNK_ENDED):
+        elif kind in (EventKind.CHUNK_BEGUN, EventKind.CHUNK_ENDED):
             self._chunk(at, kind, here)
-        elif kind is Kind.FIRST_TOKEN:
+        elif kind is EventKind.FIRST_TOKEN:
             self._token = True
             self._begin(at, "deliver", here)
-        elif kind is Kind.RUNNING:
+        elif kind is EventKind.RUNNING:
             self._running = self._token = True
             if self._first:
                 self._begin(at, "decode", here)
-        elif kind is Kind.ENDED:
+        elif kind is EventKind.ENDED:
             self._begin(at, "deliver", here)
 
     def _at_prefill(self, at: float, event: Event) -> None:
         kind, here = event.kind, self._prefill
-        if kind in (Kind.RECEIVED, Kind.QUEUED, Kind.ADMITTED, Kind.RETRACTED):
+        if kind in (EventKind.RECEIVED, EventKind.QUEUED, EventKind.ADMITTED, EventKind.RETRACTED):
             self._chunks = 0
             self._begin(at, "queue", here)
-        elif kind in (Kind.CHUNK_BEGUN, Kind.CHUNK_ENDED):
+        elif kind in (EventKind.CHUNK_BEGUN, EventKind.CHUNK_ENDED):
             self._chunk(at, kind, here)
-        elif kind is Kind.FIRST_TOKEN:
+        elif kind is EventKind.FIRST_TOKEN:
             self._begin(at, "hand-off", self._decode)
 
-    def _chunk(self, at: float, kind: Kind, here: Process) -> None:
+    def _chunk(self, at: float, kind: EventKind, here: TimelineProcess) -> None:
         """With overlap the next chunk is launched before the one before it has retired. Between chunks the
         prompt waits for others."""
-        self._chunks = max(0, self._chunks + (1 if kind is Kind.CHUNK_BEGUN else -1))
+        self._chunks = max(0, self._chunks + (1 if kind is EventKind.CHUNK_BEGUN else -1))
         if not self._token or not self._running:
             self._begin(at, "prefill" if self._chunks else "queue", here)
 
 
 _WORK = {
-    Kind.CHUNK_BEGUN: ("chunk", Kind.CHUNK_ENDED),
-    Kind.PULL_BEGUN: ("pull", Kind.PULL_ENDED),
-    Kind.TOKENIZING: ("tokenize", Kind.TOKENIZED),
+    EventKind.CHUNK_BEGUN: ("chunk", EventKind.CHUNK_ENDED),
+    EventKind.PULL_BEGUN: ("pull", EventKind.PULL_ENDED),
+    EventKind.TOKENIZING: ("tokenize", EventKind.TOKENIZED),
 }
 
 
-def _work(events: Iterable[Placed]) -> list[Phase]:
+def _work(events: Iterable[Placed]) -> list[TimelinePhase]:
     """Pairs of begin and end in one process."""
-    found: list[Phase] = []
-    running: list[tuple[Event, Phase]] = []
+    found: list[TimelinePhase] = []
+    running: list[tuple[Event, TimelinePhase]] = []
     for placed in events:
         event, process = placed.event, placed.process
         if process is GATEWAY:
             continue
         if event.kind in _WORK:
-            phase = Phase(_WORK[event.kind][0], process, placed.at, detail=_detail(event))
+            phase = TimelinePhase(_WORK[event.kind][0], process, placed.at, detail=_detail(event))
             found.append(phase)
             running.append((event, phase))
             continue
@@ -339,13 +343,13 @@ def _work(events: Iterable[Placed]) -> list[Phase]:
     return found
 
 
-def _ends(event: Event, begun: Event, process: Process) -> bool:
+def _ends(event: Event, begun: Event, process: TimelineProcess) -> bool:
     """Whether work that `begun` began has ended with `event`."""
-    if event.kind is Kind.ENDED:  # the process says nothing more of it
+    if event.kind is EventKind.ENDED:  # the process says nothing more of it
         return begun.attempt == event.attempt and (process.role != "prefill" or _same(begun, event))
     if event.kind is not _WORK[begun.kind][1] or not _same(begun, event):
         return False
-    return event.kind is not Kind.CHUNK_ENDED or event.step == begun.step
+    return event.kind is not EventKind.CHUNK_ENDED or event.step == begun.step
 
 
 def _same(one: Event, other: Event) -> bool:
@@ -353,12 +357,12 @@ def _same(one: Event, other: Event) -> bool:
 
 
 def _detail(event: Event) -> str:
-    if event.kind is Kind.CHUNK_BEGUN:
+    if event.kind is EventKind.CHUNK_BEGUN:
         return f"step {event.step}, {event.number} tokens"
-    if event.kind is Kind.TOKENIZED:
+    if event.kind is EventKind.TOKENIZED:
         return f"{event.number} tokens"
-    if event.kind is Kind.PULL_BEGUN:
+    if event.kind is EventKind.PULL_BEGUN:
         return f"{event.number} pages from {event.text}"
-    if event.kind is Kind.PULL_ENDED:
+    if event.kind is EventKind.PULL_ENDED:
         return f"{event.number} pages, {event.size / 2**20:.1f} MiB, {event.text}"
     return ""

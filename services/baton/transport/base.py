@@ -182,7 +182,7 @@ def runs_of(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         yield source, target, count
 
 
-Span = tuple[int, int]
+ByteRange = tuple[int, int]
 """First byte of a page, and end."""
 
 
@@ -195,7 +195,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces_of(targets: Sequence[Span], sources: Sequence[Span]) -> list[Piece]:
+def pieces_of(targets: Sequence[ByteRange], sources: Sequence[ByteRange]) -> list[Piece]:
     """What fills each target, every byte once, where sources may overlap. Raises TransportError for bytes
     that no source has."""
     pieces = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from baton.transport import cuda
+from baton.transport import cuda_runtime
 from baton.transport.base import TransportError, pieces_of, runs_of
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class PeerPart:
     """Its first byte in a page."""
     size: int
     """In bytes; pages lie behind one another at this distance."""
-    base: cuda.Pointer
+    base: cuda_runtime.Pointer
     """Page 0's."""
 
 
@@ -104,9 +104,9 @@ class _Route:
     """From a part of the peer to one of the local pool: where the bytes of page 0 begin, the distance from
     page to page, and how many go."""
 
-    source: cuda.Pointer
+    source: cuda_runtime.Pointer
     source_size: int
-    target: cuda.Pointer
+    target: cuda_runtime.Pointer
     target_size: int
     width: int
 
@@ -141,7 +141,7 @@ class _Engine:
         self.device = parts[0].memory.device
         self.routes = _routes(parts, peer)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._copier = cuda.Copier(self.stream)
+        self._copier = cuda_runtime.Copier(self.stream)
         self._peer = peer[0].base
         with torch.cuda.stream(self.stream):  # what this stream writes, no other may be using still
             size = min(REHEARSAL_BYTES, peer[0].size)
@@ -204,7 +204,9 @@ class PageCopier:
         except BaseException as error:
             self._synchronize()
             if isinstance(error, RuntimeError):
-                raise TransportError(f"copying between GPUs failed: {cuda.one_line(error)}") from error
+                raise TransportError(
+                    f"copying between GPUs failed: {cuda_runtime.one_line(error)}"
+                ) from error
             raise
 
     def _enqueue(
@@ -230,7 +232,7 @@ class PageCopier:
             for engine in self._engines:
                 engine.stream.synchronize()
         except RuntimeError as error:
-            raise TransportError(f"copying between GPUs failed: {cuda.one_line(error)}") from error
+            raise TransportError(f"copying between GPUs failed: {cuda_runtime.one_line(error)}") from error
 
     def _synchronize(self) -> None:
         try:
@@ -238,14 +240,14 @@ class PageCopier:
                 engine.stream.synchronize()
         except RuntimeError as error:
             # The context is lost, and with it everything that it was running.
-            raise TransportError(f"the GPU has failed: {cuda.one_line(error)}") from error
+            raise TransportError(f"the GPU has failed: {cuda_runtime.one_line(error)}") from error
 
     def _by_kernel(self, pairs: Sequence[tuple[int, int]], quota: int) -> None:
         if self._transfer is None:
             from sgl_kernel.kvcacheio import transfer_kv_per_layer_mla
 
             self._transfer = transfer_kv_per_layer_mla
-        peer = cuda.as_tensor(self._peer, self._peer_bytes)
+        peer = cuda_runtime.as_tensor(self._peer, self._peer_bytes)
         item = item_bytes(self._page_bytes)
         items = self._page_bytes // item
         pages = torch.tensor(pairs, dtype=torch.int64).t().contiguous().pin_memory()

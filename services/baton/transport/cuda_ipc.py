@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from baton.transport import cuda
+from baton.transport import cuda_runtime
 from baton.transport.base import (
     EndpointRefused,
     PageStore,
@@ -36,15 +36,15 @@ def cuda_ipc_endpoint(
 ) -> pb.CudaIpcEndpoint:
     """`parts`: where several ranks hold the pages. Raises TransportError when the pool's memory cannot be
     shared. The pool must live as long as the process."""
-    cuda.use(pages.device)
-    handle, offset = (b"", 0) if parts else cuda.export_memory(pages.pool.data_ptr())
+    cuda_runtime.use(pages.device)
+    handle, offset = (b"", 0) if parts else cuda_runtime.export_memory(pages.pool.data_ptr())
     return pb.CudaIpcEndpoint(
         parts=parts,
         handle=handle,
         offset=offset,
         page_bytes=pages.page_bytes,
         num_pages=pages.num_pages,
-        device_uuid=cuda.uuid_of(pages.device),
+        device_uuid=cuda_runtime.uuid_of(pages.device),
         boot_id=boot_id(),
         pid=os.getpid(),
         pid_namespace=pid_namespace(),
@@ -55,26 +55,26 @@ def cuda_ipc_endpoint(
 def export_part(memory: torch.Tensor, first: int) -> pb.CudaIpcPart:
     """Exports this process's pool, uint8 [pages, bytes] on a GPU, which holds each page's bytes from
     `first` on. Raises TransportError."""
-    cuda.use(memory.device)
-    handle, offset = cuda.export_memory(memory.data_ptr())
+    cuda_runtime.use(memory.device)
+    handle, offset = cuda_runtime.export_memory(memory.data_ptr())
     return pb.CudaIpcPart(
         handle=handle,
         offset=offset,
         first=first,
         part_bytes=memory.shape[1],
-        device_uuid=cuda.uuid_of(memory.device),
+        device_uuid=cuda_runtime.uuid_of(memory.device),
         pid=os.getpid(),
     )
 
 
-def map_part(part: pb.CudaIpcPart, pages: int) -> cuda.Pointer:
+def map_part(part: pb.CudaIpcPart, pages: int) -> cuda_runtime.Pointer:
     """Maps it into this thread's device. The base of the allocation that it lies in, for `cuda.close_memory`.
     Raises TransportError."""
-    base = cuda.open_memory(part.handle)
+    base = cuda_runtime.open_memory(part.handle)
     # An address outside would not fail one copy: it would end all work of this process on the GPU.
     needed = part.offset + pages * part.part_bytes
-    if (there := cuda.mapped_bytes(base)) < needed:
-        cuda.close_memory(base)
+    if (there := cuda_runtime.mapped_bytes(base)) < needed:
+        cuda_runtime.close_memory(base)
         raise TransportError(f"the allocation has {there} bytes, the peer's pages end at {needed}")
     return base
 
@@ -82,9 +82,9 @@ def map_part(part: pb.CudaIpcPart, pages: int) -> cuda.Pointer:
 def local_part(part: pb.CudaIpcPart, pages: int, default: torch.device) -> PagePart:
     """What another rank of this worker holds, mapped into the GPU that it lies on; `default`: where this
     process does not see that one. Raises TransportError."""
-    cuda.use(cuda.device_of(part.device_uuid, default))
+    cuda_runtime.use(cuda_runtime.device_of(part.device_uuid, default))
     base = map_part(part, pages) + part.offset
-    memory = cuda.as_tensor(base, pages * part.part_bytes)
+    memory = cuda_runtime.as_tensor(base, pages * part.part_bytes)
     return PagePart(part.first, memory.view(pages, part.part_bytes))
 
 
@@ -102,7 +102,7 @@ def _parts_of(endpoint: pb.CudaIpcEndpoint) -> list[pb.CudaIpcPart]:
 
 def check_endpoint(endpoint: pb.CudaIpcEndpoint, local: PageStore) -> CudaPages:
     """The local pool, if the endpoint may be opened into it. Raises EndpointRefused."""
-    problem = cuda.problem()
+    problem = cuda_runtime.problem()
     if problem is not None:
         raise EndpointRefused(problem)
     if not isinstance(local, CudaPages):
@@ -140,10 +140,10 @@ class CudaIpcReceiver(ThreadReceiver):
         self._pool = local
         self._busy = busy
         self._parts = _parts_of(endpoint)
-        ours = {cuda.uuid_of(device) for device in local.devices}
+        ours = {cuda_runtime.uuid_of(device) for device in local.devices}
         self._same_gpu = not ours.isdisjoint(part.device_uuid for part in self._parts)
         self._generations = seen = _generations(endpoint)
-        self._bases: list[tuple[torch.device, cuda.Pointer]] = []
+        self._bases: list[tuple[torch.device, cuda_runtime.Pointer]] = []
         self._copier: PageCopier | None = None
         self._kernel = False
         retired = seen.retired if seen is not None and seen.sees_steps else None
@@ -167,14 +167,16 @@ class CudaIpcReceiver(ThreadReceiver):
         try:
             self._map()
         except (TransportError, RuntimeError) as error:
-            raise TransportError(f"the peer's GPU memory cannot be mapped: {cuda.one_line(error)}") from error
+            raise TransportError(
+                f"the peer's GPU memory cannot be mapped: {cuda_runtime.one_line(error)}"
+            ) from error
 
     def _map(self) -> None:
         peer = {}
         for device in self._pool.devices:
-            cuda.use(device)
+            cuda_runtime.use(device)
             peer[device] = [self._map_part(part, device) for part in self._parts]
-        cuda.use(self._pool.device)
+        cuda_runtime.use(self._pool.device)
         self._copier = PageCopier(self._pool, peer, self._endpoint.num_pages)
         self._kernel = self._copier.whole and kernel_available()
 
@@ -205,8 +207,8 @@ class CudaIpcReceiver(ThreadReceiver):
             if self._generations is not None:
                 closing.callback(self._generations.close)
             for device, base in bases:
-                closing.callback(cuda.close_memory, base)
-                closing.callback(cuda.use, device)
+                closing.callback(cuda_runtime.close_memory, base)
+                closing.callback(cuda_runtime.use, device)
 
 
 def _generations(endpoint: pb.CudaIpcEndpoint) -> MappedSegment | None:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from baton.transport.base import TransportError, pieces_of, until_done
-from baton.transport.cuda import one_line
+from baton.transport.cuda_runtime import one_line
 
 T = TypeVar("T")
-Arguments = TypeVarTuple("Arguments")
+Args = TypeVarTuple("Args")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class CudaPages:
         self._downloads = _Lane("baton-page-reads")
         self._uploads = _Lane("baton-page-writes")
 
-    def reader(self) -> _Reader:
-        return _Reader(self, self._downloads)
+    def reader(self) -> _PinnedReader:
+        return _PinnedReader(self, self._downloads)
 
-    def writer(self) -> _Writer:
-        return _Writer(self, self._uploads)
+    def writer(self) -> _PinnedWriter:
+        return _PinnedWriter(self, self._uploads)
 
     def close(self) -> None:
         """Waits for what runs."""
@@ -75,7 +75,7 @@ class _Lane:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
 
-    def submit(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> asyncio.Future[T]:
+    def submit(self, work: Callable[[*Args], T], *arguments: *Args) -> asyncio.Future[T]:
         """Runs it in the lane's thread. Raises TransportError once the lane is closed."""
         try:
             return asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
@@ -104,7 +104,7 @@ class _Lane:
         done.synchronize()
 
 
-class _Reader:
+class _PinnedReader:
     def __init__(self, pages: CudaPages, lane: _Lane) -> None:
         self._size = pages.page_bytes
         self._lane = lane
@@ -131,7 +131,7 @@ class _Reader:
         return memoryview(self._staging.numpy())  # type: ignore[arg-type]
 
 
-class _Writer:
+class _PinnedWriter:
     def __init__(self, pages: CudaPages, lane: _Lane) -> None:
         self._parts = pages.parts
         self._size = pages.page_bytes

@@ -29,7 +29,7 @@ from baton.v1 import common_pb2 as pb
 PROGRESS_MICROSECONDS = 10_000
 """The progress thread waits at most this long for UCX's file descriptors, which wake it at once."""
 
-Range = tuple[int, int, int]
+MemoryRange = tuple[int, int, int]
 """Address, bytes, device."""
 
 
@@ -127,7 +127,7 @@ class Agent:
         with _errors("the peer's agent cannot be reached"):
             return str(self._agent.loadRemoteMD(metadata), "utf-8", "replace")
 
-    def read(self, peer: str, kind: str, local: Sequence[Range], remote: Sequence[Range]) -> int:
+    def read(self, peer: str, kind: str, local: Sequence[MemoryRange], remote: Sequence[MemoryRange]) -> int:
         """Starts reading; ends with `done`, then `release`. Raises TransportError."""
         with _errors("the peer's memory cannot be read"):
             here = self._nixl.nixlXferDList(self._kind(kind), list(local))
@@ -260,7 +260,7 @@ class NixlReceiver(ThreadReceiver):
             self._disconnect()
             raise
 
-    def _ranges(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[Range], list[Range]]:
+    def _ranges(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[MemoryRange], list[MemoryRange]]:
         size, here, there = self._local.page_bytes, self._memory, self._endpoint
         runs = list(runs_of(pairs))
         return (
@@ -269,7 +269,12 @@ class NixlReceiver(ThreadReceiver):
         )
 
     def _read(
-        self, agent: Agent, here: list[Range], there: list[Range], seconds: float, stop: threading.Event
+        self,
+        agent: Agent,
+        here: list[MemoryRange],
+        there: list[MemoryRange],
+        seconds: float,
+        stop: threading.Event,
     ) -> None:
         """Raises TransportError; the agent must be closed then."""
         transfer = agent.read(self._endpoint.agent, self._memory.kind, here, there)

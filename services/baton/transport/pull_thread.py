@@ -36,7 +36,7 @@ QUIET_SECONDS = 1e-3
 itself has informed the step thread, which launches a step with the pages; waking the event loop at once
 would delay that launch."""
 
-Work = Callable[[threading.Event], None]
+CopyWork = Callable[[threading.Event], None]
 """The work of a pull in the thread. It may end early once the event is set."""
 
 
@@ -44,7 +44,7 @@ Work = Callable[[threading.Event], None]
 class _Job:
     step: int
     serial: int
-    work: Work = field(compare=False)
+    work: CopyWork = field(compare=False)
     rehearse: Callable[[], None] = field(compare=False)
     stop: threading.Event = field(compare=False, default_factory=threading.Event)
     ended: Future[None] = field(compare=False, default_factory=Future)
@@ -70,7 +70,7 @@ class PullThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, work: Work, step: int = 0, rehearse: Callable[[], None] = nothing) -> None:
+    async def run(self, work: CopyWork, step: int = 0, rehearse: Callable[[], None] = nothing) -> None:
         """Runs `work` in the thread once the owner's `step` has retired (0: now). Returns QUIET_SECONDS after
         its end, and raises what it raises. `rehearse` is called there periodically while it waits for that
         step; its errors are ignored.

@@ -8,9 +8,9 @@ import torch
 from baton.attention.base import AttentionBackend
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.models.config import ModelError
-from baton.models.transformers_backed import TransformersModel
+from baton.models.transformers_backend import TransformersModel
 
 CHUNK = 8
 """Tokens of each of two chunks: the second attends to keys and values in the pool."""

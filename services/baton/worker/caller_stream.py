@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc.aio
 
 from baton.rpc.errors import BatonError, abort, exhausted, internal, invalid
-from baton.rpc.streams import STREAM_ENDED, Outbox, OutboxFull, first_message
+from baton.rpc.outbox import STREAM_ENDED, Outbox, OutboxFull, first_message
 from baton.rpc.tasks import Tasks
 
 
@@ -65,7 +65,7 @@ class Service(Protocol[S]):
     def several(self, message: Any) -> Any:
         """The commands of a message with `several`."""
 
-    def obey(self, command: Any, stream: S) -> None:
+    def handle_command(self, command: Any, stream: S) -> None:
         """Raises BatonError when the stream is to end for it."""
 
     def half_closed(self, stream: S) -> None:
@@ -128,10 +128,10 @@ class CallerStreams(Generic[S]):
         try:
             async for message in requests:
                 if not message.HasField("several"):
-                    service.obey(message, stream)
+                    service.handle_command(message, stream)
                     continue
                 for command in service.several(message):
-                    service.obey(command, stream)
+                    service.handle_command(command, stream)
             service.half_closed(stream)
         except BatonError as error:
             stream.close(error)

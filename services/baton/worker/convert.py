@@ -9,8 +9,8 @@ import grpc
 from google.rpc import status_pb2
 
 from baton.engine.plan import Logprobs
-from baton.engine.request import FinishReason, Request
-from baton.engine.sampling import SamplingParams
+from baton.engine.request import EngineFinishReason, EngineRequest
+from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import GrammarSpec
 from baton.handoff.messages import AttemptName
 from baton.rpc.errors import BatonError, invalid, to_status
@@ -18,8 +18,8 @@ from baton.rpc.validate import check_choices, check_sampling, check_token_ids, r
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 
 FINISH_REASONS = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    EngineFinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    EngineFinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 
 
@@ -160,10 +160,10 @@ def request_from(
     params: SamplingParams,
     now: float,
     most_seconds: float,
-) -> Request:
+) -> EngineRequest:
     """A checked start as the engine takes it. `most_seconds`: the node's own limit."""
     seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else most_seconds
-    return Request(
+    return EngineRequest(
         key=key,
         prompt=tuple(start.token_ids[: len(start.token_ids) - start.delivered]),
         delivered=delivered,

@@ -12,8 +12,8 @@ import numpy as np
 
 from baton.config import WorkerConfig
 from baton.engine.plan import Pooling, Vector
-from baton.engine.request import EmbeddedEvent, FailedEvent, Refused, Request
-from baton.engine.sampling import SamplingParams
+from baton.engine.request import EmbeddedEvent, EngineRequest, FailedEvent, Refused
+from baton.engine.sampling_params import SamplingParams
 from baton.rpc.errors import (
     BatonError,
     deadline_exceeded,
@@ -74,11 +74,13 @@ class Embedder:
             self._steps.call(lambda core, now: _close(core, requests))
         return embed_pb2.PromptEmbeddings(embeddings=[_embedding(message, request) for request in requests])
 
-    def _requests(self, message: embed_pb2.EmbedPrompts) -> tuple[list[asyncio.Future[None]], list[Request]]:
+    def _requests(
+        self, message: embed_pb2.EmbedPrompts
+    ) -> tuple[list[asyncio.Future[None]], list[EngineRequest]]:
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[None]] = [loop.create_future() for _ in message.prompts]
         return futures, [
-            Request(
+            EngineRequest(
                 key=EmbedKey(index, futures[index]),
                 prompt=tuple(prompt.token_ids),
                 params=SamplingParams(),
@@ -89,7 +91,7 @@ class Embedder:
             for index, prompt in enumerate(message.prompts)
         ]
 
-    def _submit(self, core: WorkerCore, requests: Sequence[Request]) -> None:
+    def _submit(self, core: WorkerCore, requests: Sequence[EngineRequest]) -> None:
         """In the step thread."""
         for request in requests:
             try:
@@ -135,7 +137,7 @@ def check(message: embed_pb2.EmbedPrompts, info: node_pb2.ModelInfo) -> None:
         check_token_ids(prompt.token_ids, info.vocab_size, field)
 
 
-def _close(core: WorkerCore, requests: Sequence[Request]) -> None:
+def _close(core: WorkerCore, requests: Sequence[EngineRequest]) -> None:
     """In the step thread: ends those that have not ended."""
     for request in requests:
         core.scheduler.close(request)
@@ -151,7 +153,7 @@ def _error(event: FailedEvent, field: str) -> BatonError:
     return without_frames(internal(event.message, event.reason))
 
 
-def _embedding(message: embed_pb2.EmbedPrompts, request: Request) -> embed_pb2.Embedding:
+def _embedding(message: embed_pb2.EmbedPrompts, request: EngineRequest) -> embed_pb2.Embedding:
     assert request.pooled is not None
     vector = pooled(request.pooled, len(request.prompt) if request.pooling is Pooling.MEAN else 1)
     if message.HasField("dimensions"):

@@ -13,21 +13,21 @@ import torch
 
 from baton.attention.base import AttentionBackend
 from baton.attention.registry import NoBackend
-from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.plan import Runner
-from baton.engine.startup_steps import StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
+from baton.engine.warmup import StepLimits, measure_step_cost
 from baton.grammar.compiler import THREADS, GrammarCompiler
 from baton.grammar.trials import Trials
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.groups import longest
-from baton.kvcache.pool import KvLayout, KvPool, default_page_size
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.kvcache.kv_groups import longest
+from baton.kvcache.kv_pool import KvLayout, KvPool, default_page_size
+from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.config import ModelError
-from baton.models.decoder import Model
+from baton.models.decoder import LanguageModel
 from baton.models.kv_scales import digest
 from baton.ranks.channel import CollectiveError
 from baton.ranks.followers import FollowerError
@@ -37,7 +37,7 @@ from baton.ranks.runner import RanksLost
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
-from baton.stepcost import StepCost, StepLoad, read_cost
+from baton.step_cost import StepCost, StepLoad, read_cost
 from baton.transport import (
     Opened,
     PageStore,
@@ -79,7 +79,7 @@ class Engine:
     """With default step sizes for the device filled in."""
 
     runner: Runner[Any]
-    cache: KvCache
+    cache: KvCacheManager
     pool: KvPool
     published: PublishedPool
     ranks: Ranks
@@ -200,7 +200,7 @@ def _build_ranked(
     published.pages = ranks.pages(published.pages, layout)
     shared = str(published.segment.path) if published.segment is not None and device.type == "cpu" else None
     tree = PrefixTree(size, config.eviction, layout.groups)
-    cache = KvCache(PageAllocator(pages, published.generations), tree)
+    cache = KvCacheManager(PageAllocator(pages, published.generations), tree)
     runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool, shared)
     if device.type == "cuda" and config.tp > 1:
         join_parts(published, ranks.parts())
@@ -262,7 +262,7 @@ def _timed(config: WorkerConfig, vocab_size: int) -> TimedRunner:
 
 def _computing(
     config: WorkerConfig,
-    model: Model,
+    model: LanguageModel,
     pool: KvPool,
     attention: tuple[type[AttentionBackend], type[AttentionBackend]],
     context: int,

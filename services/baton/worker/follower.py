@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import torch
 
-from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.model_path import resolve
 from baton.ranks.channel import Channel, ChannelClosed, ChannelError
 from baton.ranks.communicator import Rendezvous
 from baton.ranks.followers import (

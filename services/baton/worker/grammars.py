@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.checkpoint import CheckpointError
 from baton.grammar.base import Backend, GrammarError
 from baton.grammar.compiler import GrammarCompiler
 from baton.grammar.trials import Trials, TrialVocabulary
+from baton.model_path import CheckpointError
 from baton.v1 import node_pb2
 
 
@@ -19,7 +19,7 @@ def make_compiler(path: Path, model: node_pb2.ModelInfo, trials: Trials | None =
 
     def load() -> Backend:
         from baton.grammar.llguidance import LlguidanceBackend
-        from baton.tokenizer.hf import load
+        from baton.tokenizer.hf_tokenizer import load
 
         if not model.eos_token_ids:
             raise GrammarError("the model has no end-of-sequence token, which would end the output")

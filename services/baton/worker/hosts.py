@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from baton.config import WorkerConfig
-from baton.layers.shard import Shard
+from baton.layers.tensor_parallel import Shard
 from baton.ranks.channel import Channel, ChannelError
 from baton.ranks.followers import (
     END_SECONDS,
@@ -31,7 +31,7 @@ from baton.ranks.hosts import JOIN_SECONDS, PAGES, PLANS, RETRY_SECONDS, Join, j
 from baton.ranks.messages import Setup
 from baton.rpc import logs
 from baton.rpc.address import is_loopback, split_address
-from baton.rpc.authentication import Cluster
+from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.transport import reap_orphans
 from baton.worker.model import device_of, sized
@@ -80,7 +80,7 @@ def check_hosts(config: WorkerConfig) -> None:
             "transports", "pages of a worker on several hosts travel over grpc alone; use --transports grpc"
         )
     host, _ = _master(config)
-    cluster = Cluster.load(config)
+    cluster = ClusterCredentials.load(config)
     if not (cluster.secret or cluster.tls or config.insecure or is_loopback(host)):
         raise failed_precondition(
             "--nnodes: the hosts know each other by --cluster-secret-file; give all the same, or "
@@ -160,7 +160,7 @@ class _Host:
 
     def run(self) -> int:
         """Raises FollowerError and BatonError."""
-        cluster = Cluster.load(self._config)
+        cluster = ClusterCredentials.load(self._config)
         reap_orphans()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._events.put(("signal", 0, 0)))

@@ -12,8 +12,8 @@ import torch
 from baton import cgroups
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
-from baton.engine.startup_steps import StepLimits, largest_steps
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.engine.warmup import StepLimits, largest_steps
+from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.rpc.errors import failed_precondition, invalid
 
 AUTO_KV_TOKENS = 65536

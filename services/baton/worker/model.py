@@ -13,17 +13,17 @@ from baton import cgroups
 from baton.attention.base import AttentionBackend
 from baton.attention.fp8 import E4M3
 from baton.attention.registry import resolve as resolve_attention
-from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.gguf_file import close_opened
-from baton.kvcache.groups import divide_layers
-from baton.kvcache.pool import KvLayout, default_page_size
-from baton.layers.shard import ONE_RANK, Communicator, Shard, Span
+from baton.kvcache.kv_groups import divide_layers
+from baton.kvcache.kv_pool import KvLayout, default_page_size
+from baton.layers.tensor_parallel import ONE_RANK, Communicator, IndexRange, Shard
+from baton.model_path import resolve
 from baton.models.config import read_config
-from baton.models.decoder import Model
+from baton.models.decoder import LanguageModel
 from baton.models.kv_scales import read_kv_scales
 from baton.models.loader import declared, fingerprint, kv_shape, load_model, weight_bytes
-from baton.models.transformers_backed import TransformersModel
+from baton.models.transformers_backend import TransformersModel
 from baton.models.weight_plan import weight_plan
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -38,7 +38,7 @@ PROGRESS_SECONDS = 1.0
 
 
 def attention_of(
-    config: WorkerConfig, model: Model, device: torch.device
+    config: WorkerConfig, model: LanguageModel, device: torch.device
 ) -> tuple[tuple[type[AttentionBackend], str], tuple[type[AttentionBackend], str]]:
     """For prompts and for decode rows, each with the reason for its choice. Raises NoBackend."""
     features = frozenset[str]().union(*(options.features for options in model.attention_options))
@@ -95,7 +95,7 @@ def load(
     device: torch.device,
     shard: Shard = ONE_RANK,
     communicator: Communicator | None = None,
-) -> Model:
+) -> LanguageModel:
     """A rank's shard. Raises CheckpointError, and BatonError if there is no memory for it."""
     context = config.context_length or None
     size = weight_bytes(
@@ -144,7 +144,7 @@ def load(
     return model
 
 
-def kv_scales(config: WorkerConfig, path: Path, model: Model) -> torch.Tensor | None:
+def kv_scales(config: WorkerConfig, path: Path, model: LanguageModel) -> torch.Tensor | None:
     """float32 [layers, 2, kv heads], of all ranks; None: the pool is in the model's dtype. Raises
     ModelError."""
     if config.kv_dtype == "auto":
@@ -163,7 +163,7 @@ def quantized(config: WorkerConfig, path: Path, device: torch.device, dtype: tor
     return f"{how} {plan.method.name} on {device.type}"
 
 
-def model_fingerprint(config: WorkerConfig, path: Path, model: Model, device: torch.device) -> str:
+def model_fingerprint(config: WorkerConfig, path: Path, model: LanguageModel, device: torch.device) -> str:
     """Fingerprint of the checkpoint, which is closed, and of all that changes its keys and values. Raises
     ModelError."""
     variant = model.config.variant + quantized(config, path, device, model.dtype)
@@ -241,7 +241,7 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def kv_layout(model: Model, page_size: int, context: int) -> KvLayout:
+def kv_layout(model: LanguageModel, page_size: int, context: int) -> KvLayout:
     """KV groups by the windows of the layers."""
     windows = [options.window for options in model.attention_options]
     windows = [window if window is not None and window < context else None for window in windows]
@@ -251,7 +251,7 @@ def kv_layout(model: Model, page_size: int, context: int) -> KvLayout:
     return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, dtype, model.kv.parts, groups)
 
 
-def own_part(layout: KvLayout, shard: Shard, device: torch.device) -> tuple[KvLayout, Span]:
+def own_part(layout: KvLayout, shard: Shard, device: torch.device) -> tuple[KvLayout, IndexRange]:
     """The part of the pages of all heads that the pool of this rank keeps, which on CPUs all ranks of a
     host share; and the heads of the rank in it."""
     own = shard.kv_heads(layout.num_kv_heads)

@@ -17,16 +17,16 @@ from baton.config import WorkerConfig
 from baton.discovery.etcd import Registration, register
 from baton.engine.idle_steps import IdleSteps
 from baton.engine.step_loop import StepLoop
-from baton.grammar.base import Grammar, GrammarBusy, GrammarError, GrammarSpec
+from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError, GrammarSpec
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.page_map import page_map
 from baton.ranks.runner import RanksLost
 from baton.rpc.address import new_incarnation
-from baton.rpc.authentication import Cluster
+from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.errors import BatonError, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
-from baton.stepcost import CostCalibration
+from baton.step_cost import CostCalibration
 from baton.tracing.recorder import Recorder
 from baton.transport.base import Receiver
 from baton.transport.grpc import PageSourceServicer
@@ -81,7 +81,7 @@ class WorkerNode(WorkerShell[C]):
         if device_of(config.device).type == "cpu":
             keep_freed_memory()
         self.config = config
-        self.cluster = Cluster.load(config)
+        self.cluster = ClusterCredentials.load(config)
         self.incarnation = new_incarnation()
         self.recorder = Recorder(config.recorder_events, self.clock)
         self.draining = False
@@ -263,7 +263,9 @@ class WorkerNode(WorkerShell[C]):
         _log.info("pool of a peer opened", address=address, transport=opened.reason)
         return opened.receiver
 
-    def compile_grammar(self, spec: GrammarSpec, done: Callable[[Grammar | GrammarError], None]) -> None:
+    def compile_grammar(
+        self, spec: GrammarSpec, done: Callable[[CompiledGrammar | GrammarError], None]
+    ) -> None:
         assert self.engine.grammars is not None, "refused by check_start"
         future = self.engine.grammars.submit(spec)
         if future.done():
@@ -274,8 +276,8 @@ class WorkerNode(WorkerShell[C]):
     async def _await_grammar(
         self,
         grammars: GrammarCompiler,
-        future: Future[Grammar | GrammarError],
-        done: Callable[[Grammar | GrammarError], None],
+        future: Future[CompiledGrammar | GrammarError],
+        done: Callable[[CompiledGrammar | GrammarError], None],
     ) -> None:
         await asyncio.wait([asyncio.wrap_future(grammars.loaded)], timeout=LOAD_SECONDS)
         await asyncio.wait([asyncio.wrap_future(future)], timeout=COMPILE_SECONDS)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from baton.kvcache.pool import KvLayout, KvPool
-from baton.layers.shard import ONE_RANK, Shard
+from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.layers.tensor_parallel import ONE_RANK, Shard
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore, Segment, SegmentError, TransportError, offered
 from baton.v1 import common_pb2
@@ -95,7 +95,7 @@ def first_byte(layout: KvLayout, shard: Shard) -> int:
 def join_parts(published: PublishedPool, others: Sequence[common_pb2.CudaIpcPart]) -> None:
     """Rank 0 maps what the other ranks hold of each page on their GPUs, and shows whole pages from now on.
     Raises TransportError."""
-    from baton.transport import cuda
+    from baton.transport import cuda_runtime
     from baton.transport.cuda_ipc import export_part, local_part
     from baton.transport.cuda_pages import CudaPages, PagePart
 
@@ -103,7 +103,7 @@ def join_parts(published: PublishedPool, others: Sequence[common_pb2.CudaIpcPart
     assert isinstance(pages, CudaPages)
     theirs = [local_part(part, pages.num_pages, pages.device) for part in others]
     parts = [PagePart(0, pages.pool), *theirs]
-    cuda.use(pages.device)
+    cuda_runtime.use(pages.device)
     pages.close()
     published.pages = whole = CudaPages(pages.pool, pages.num_pages, parts)
     if "cuda_ipc" in published.kinds:

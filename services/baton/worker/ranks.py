@@ -18,8 +18,8 @@ import torch
 
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
-from baton.kvcache.pool import KvLayout
-from baton.layers.shard import ONE_RANK, Communicator, Shard
+from baton.kvcache.kv_pool import KvLayout
+from baton.layers.tensor_parallel import ONE_RANK, Communicator, Shard
 from baton.ranks.channel import Channel
 from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous, meet_on_gpus
 from baton.ranks.followers import (
@@ -34,7 +34,7 @@ from baton.ranks.messages import Loaded, MakePool, Meet, Ready, Started
 from baton.ranks.pages import PagesOfHosts, Part, RemotePart
 from baton.ranks.runner import PLAN_SECONDS, PlanTimes, RankedRunner, RanksLost
 from baton.rpc.address import family_of
-from baton.rpc.authentication import Cluster
+from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.errors import invalid
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore
@@ -111,7 +111,7 @@ class Ranks:
             host, port, address = master_address(config)
             listener = socket.create_server((address, 0), family=family_of(address))
             store = (host, int(listener.getsockname()[1]))
-            cluster = Cluster.load(config)
+            cluster = ClusterCredentials.load(config)
             if cluster.tls is not None:
                 _log.warning("the sums of ranks on several hosts are not encrypted")
             master = Master(address, port, cluster, self._expected(), settings_of(config))

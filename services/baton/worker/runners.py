@@ -11,9 +11,9 @@ from baton.attention.paged import PagedAttention
 from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
-from baton.kvcache.pool import KvPool
+from baton.kvcache.kv_pool import KvPool
 from baton.models.body import why_not_fused
-from baton.models.decoder import Decoder, Model
+from baton.models.decoder import Decoder, LanguageModel
 from baton.rpc.logs import get_logger
 
 _log = get_logger()
@@ -21,7 +21,7 @@ _log = get_logger()
 
 def make_runner(
     config: WorkerConfig,
-    model: Model,
+    model: LanguageModel,
     pool: KvPool,
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
@@ -81,7 +81,9 @@ def make_runner(
     return runner
 
 
-def unsuited(model: Model, prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> str | None:
+def unsuited(
+    model: LanguageModel, prefill: type[AttentionBackend], decode: type[AttentionBackend]
+) -> str | None:
     """Why this model cannot be computed with CUDA graphs; None: it can."""
     for backend in (prefill, decode):
         if not issubclass(backend, PagedAttention):

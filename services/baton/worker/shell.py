@@ -9,8 +9,8 @@ from baton.config import WorkerConfig
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_loop import Core
 from baton.engine.step_stats import StepStats
-from baton.grammar.base import Grammar, GrammarError, GrammarSpec
-from baton.kvcache import KvCache
+from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
+from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, unavailable
 from baton.tracing.recorder import Recorder
 from baton.transport import Receiver
@@ -96,10 +96,12 @@ class WorkerShell(Generic[C]):
         """Opens a peer's pool. Raises TransportError."""
         raise NotImplementedError
 
-    def make_core(self, cache: KvCache) -> C:
+    def make_core(self, cache: KvCacheManager) -> C:
         raise NotImplementedError
 
-    def compile_grammar(self, spec: GrammarSpec, done: Callable[[Grammar | GrammarError], None]) -> None:
+    def compile_grammar(
+        self, spec: GrammarSpec, done: Callable[[CompiledGrammar | GrammarError], None]
+    ) -> None:
         """Calls `done` on the event loop, once; at once if the outcome is known."""
         raise NotImplementedError
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from baton.gateway.openai_chat import ChatRequest
-from baton.gateway.openai_protocol import CompletionRequest
+from baton.api.openai_chat import ChatRequest
+from baton.api.openai_protocol import CompletionRequest
 from fuzzing.cases import FOR_FRIENDS, HELLO, HTTP, NOWHERE, Case, Method
 from fuzzing.seeds import BODIES, SEEDS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baton.layers.experts import ClampedSwiglu, Experts
+from baton.layers.moe import ClampedSwiglu, Experts
 
 
 @triton.jit

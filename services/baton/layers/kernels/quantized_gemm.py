@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from baton.layers.kernels import four_bit_gemm
+from baton.layers.kernels import int4_gemm
 from baton.layers.kernels.tensor_cores import awaited
-from baton.layers.weights.method import QuantizedWeight
+from baton.layers.quantization.weight_method import QuantizedWeight
 
 _SPLITS = (8, 4, 2, 1)
-Tile = tuple[int, int, int, int, int]
+GemmTile = tuple[int, int, int, int, int]
 """Rows, columns and depth of a tile, warps, stages."""
 
 
@@ -138,17 +138,17 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-INVARIANT: Tile = (64, 64, 128, 4, 4)
+INVARIANT: GemmTile = (64, 64, 128, 4, 4)
 
 
-def _depth(tile: Tile, weight: QuantizedWeight) -> int:
+def _depth(tile: GemmTile, weight: QuantizedWeight) -> int:
     """A step of 8 bits has one scale a row, one of 4 bits up to four."""
     if weight.bits == 4:
         return min(tile[2], 4 * weight.group)
     return min(tile[2], weight.group) if weight.grouped else tile[2]
 
 
-def _tile(rows: int, weight: QuantizedWeight) -> Tile:
+def _tile(rows: int, weight: QuantizedWeight) -> GemmTile:
     """Chooses the tile: for 4 bits the best of those tried on an H200 for each matrix of an 8B model.
     Triton 3.6 computes wrong sums with (128, 128, 128, 8, 4): it must not be chosen."""
     if weight.bits == 8 or 32 < rows <= 64:
@@ -162,7 +162,7 @@ def launch(
     x: torch.Tensor,
     weight: QuantizedWeight,
     out: torch.Tensor,
-    tile: Tile,
+    tile: GemmTile,
     *,
     bias: torch.Tensor | None = None,
     splits: int = 1,
@@ -172,7 +172,7 @@ def launch(
     """x [rows, in] -> out [splits, rows, out]; a split's columns are whole tiles deep."""
     if weight.bits == 4:
         tile = (*tile[:2], _depth(tile, weight), *tile[3:])
-        four_bit_gemm.launch(x, weight, out, tile, bias=bias, splits=splits, gated=gated, pdl=pdl)
+        int4_gemm.launch(x, weight, out, tile, bias=bias, splits=splits, gated=gated, pdl=pdl)
         return
     rows, k = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from baton.layers.weights.method import QuantizedWeight
+from baton.layers.quantization.weight_method import QuantizedWeight
 
 _PIECE = tl.constexpr(8)
 """Columns of the token that a thread reads at a time. Of 8 bits it reads as many of a row, of 4 bits four

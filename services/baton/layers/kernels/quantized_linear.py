@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.kernels import quantized_gemm
-from baton.layers.kernels.four_bit_gemm import dequantize
-from baton.layers.kernels.products import scaled_product
+from baton.layers.kernels.int4_gemm import dequantize
 from baton.layers.kernels.quantize import BLOCK, Quantized, quantize
 from baton.layers.kernels.quantized_gemv import gemv
-from baton.layers.weights.method import QuantizedWeight
+from baton.layers.kernels.scaled_mm import scaled_product
+from baton.layers.quantization.weight_method import QuantizedWeight
 
 MOST_ROWS = {8: 1, 4: 256}
 """By bits: rows up to which activations stay in 16 bits and the matrix is read as it is."""

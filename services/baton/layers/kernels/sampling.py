@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from baton.layers.kernels.limits import restrict
 from baton.layers.kernels.penalties import allowed
+from baton.layers.kernels.top_k_top_p import restrict
 
 _GROUP = 256
 """Tokens, as in baton.engine.sampler_ops."""

@@ -1,0 +1,326 @@
+"""Converts events of baton.v1.Inference to the OpenAI API's answers, whole or in chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+from baton.api.openai_errors import of_prompt
+from baton.api.openai_fields import Json
+from baton.api.openai_protocol import CommonRequest
+from baton.gateway.authentication import ApiKey
+from baton.gateway.gateway import Gateway
+from baton.gateway.request import GatewayRequest
+from baton.rpc.errors import from_status
+from baton.tokenizer.vocabulary import Vocabulary
+from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
+
+FIRST_BYTE_SECONDS = 5.0
+"""A stream begins after this time also if its request still waits: proxies give silent servers up."""
+InferenceEvent = inference_pb2.Delta | inference_pb2.Finished
+Naming = Callable[[], AbstractContextManager[None]]
+"""Errors raised within name fields as they are in the body."""
+
+
+class RequestBatch:
+    """The requests of one HTTP call, one for each prompt. The first failure cancels the others."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        starts: Sequence[inference_pb2.GenerateStart],
+        api_key: ApiKey,
+        traceparent: str = "",
+        naming: Naming = nullcontext,
+    ) -> None:
+        """traceparent: the client's trace context; empty: it has none."""
+        self._gateway = gateway
+        self.n = starts[0].n or 1
+        self.clamped = False
+        """max_tokens of a prompt that has been accepted was reduced to the room that there is."""
+        self._max_tokens = starts[0].sampling.max_tokens
+        self.ping_seconds = gateway.config.stream_ping_seconds
+        self._naming = naming
+        self._wake = asyncio.Event()
+        self._requests = [
+            GatewayRequest(gateway, start, self._wake.set, api_key, "http", traceparent) for start in starts
+        ]
+        self._left = set(range(len(starts)))
+        self._unaccepted = set(self._left)
+        self._taken: deque[tuple[int, InferenceEvent]] = deque()
+        self.prompt_tokens = 0
+        """Number of tokens of all prompts that have been accepted."""
+
+    @property
+    def prompts(self) -> int:
+        return len(self._requests)
+
+    def prompt_ids(self, prompt: int) -> Sequence[int]:
+        """The tokens of an accepted prompt."""
+        return self._requests[prompt].log.prompt_ids
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of an accepted prompt's tokens."""
+        vocabulary = self._gateway.tokenizer.vocabulary
+        assert vocabulary is not None
+        return vocabulary
+
+    def stop_matched(self, index: int, stop_token_ids: Sequence[int]) -> str | int | None:
+        """What ended choice `index` over all prompts: a stop string, one of the tokens, or something else."""
+        choice = self._requests[index // self.n].log.choices[index % self.n]
+        if choice.ended_early:
+            return choice.stop_matched or None
+        return choice.token_ids[-1] if choice.token_ids[-1] in stop_token_ids else None
+
+    @property
+    def name(self) -> str:
+        return self._requests[0].name
+
+    def begin(self) -> None:
+        for request in self._requests:
+            request.begin()
+
+    def cancel(self, reason: str) -> None:
+        """Cancels the requests that have not ended."""
+        for request in self._requests:
+            request.cancel(reason)
+
+    async def wait_for_start(self) -> None:
+        """Returns when a stream may begin: decode nodes have admitted all prompts, there is output, or
+        FIRST_BYTE_SECONDS are over. Raises ApiError for a failure, which thus has its own HTTP status."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_BYTE_SECONDS):
+                await self._wait(lambda: self._waiting and not all(each.admitted for each in self._requests))
+
+    async def wait_for_output(self) -> None:
+        """Returns when all prompts have been accepted and there is output, or all have finished. Raises
+        ApiError for a failure."""
+        await self._wait(lambda: self._waiting)
+
+    async def _wait(self, waiting: Callable[[], bool]) -> None:
+        with self._naming():
+            while waiting():
+                self._wake.clear()
+                self._take()
+                if waiting():
+                    await self._wake.wait()
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._left) and (not self._taken or bool(self._unaccepted))
+
+    async def events(self) -> AsyncIterator[tuple[int, InferenceEvent]]:
+        """Deltas with the choice's number over all prompts, and each request's end. Raises ApiError."""
+        while True:
+            if self._waiting:
+                await self.wait_for_output()
+            if not self._taken:
+                return
+            yield self._taken.popleft()
+
+    def _take(self) -> None:
+        for number in sorted(self._left):
+            request = self._requests[number]
+            while events := request.take():
+                for event in events:
+                    self._sort(number, event)
+
+    def _sort(self, number: int, event: inference_pb2.GenerateResponse) -> None:
+        kind = event.WhichOneof("kind")
+        if kind == "delta":
+            self._taken.append((number * self.n + event.delta.choice, event.delta))
+        elif kind == "accepted":
+            self._unaccepted.discard(number)
+            self.prompt_tokens += event.accepted.prompt_tokens
+            self.clamped |= event.accepted.max_tokens < self._max_tokens
+        elif kind == "finished":
+            self._left.discard(number)
+            self._taken.append((number, event.finished))
+        elif kind == "failed":
+            self.cancel("another prompt of the same HTTP request has failed")
+            raise of_prompt(from_status(event.failed), number, len(self._requests))
+
+
+_FINISH = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+
+
+class OpenAIAnswer(ABC):
+    """One HTTP answer; choices are numbered over all prompts, as OpenAI does (prompt times n plus choice)."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, job: RequestBatch, request: CommonRequest) -> None:
+        choices = job.prompts * job.n
+        self._head: Json = {
+            "id": f"{self.prefix}-{job.name}",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        self._include_usage = request.usage_in_stream
+        self._usage_in_chunks = request.usage_in_chunks
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._logprobs: list[list[common_pb2.PositionLogprobs]] = [[] for _ in range(choices)]
+        self._finish: list[str | None] = [None] * choices
+        self._stop_token_ids = request.stop_token_ids or ()
+        self._job = job
+        self._output_tokens = self._cached_tokens = self._reasoning_tokens = self._resumed = 0
+
+    def add(self, index: int, delta: inference_pb2.Delta) -> None:
+        """Takes new output of choice `index`, for `whole`."""
+        self._texts[index].append(delta.text)
+        self._logprobs[index].extend(delta.logprobs)
+        self._finish[index] = _FINISH.get(delta.finish_reason) or self._finish[index]
+
+    def chunks_of(self, index: int, delta: inference_pb2.Delta) -> list[Json]:
+        """New output of choice `index`, as chunks of a stream."""
+        if self._usage_in_chunks:
+            self._output_tokens += len(delta.token_ids)
+        logprobs = self._format_logprobs(index, delta.logprobs) if delta.logprobs else None
+        finish = _FINISH.get(delta.finish_reason)
+        part = self._part(index, delta)
+        choice = {"index": index, **part, "logprobs": logprobs, "finish_reason": finish}
+        if finish:
+            choice["stop_reason"] = self._stop_reason(index, finish)
+        return [self.chunk([choice])]
+
+    def add_end(self, finished: inference_pb2.Finished) -> None:
+        """One of the answer's prompts has finished."""
+        usage = finished.usage
+        self._resumed += finished.resumed
+        if not self._usage_in_chunks:  # else they have been counted
+            self._output_tokens += usage.output_tokens
+        self._cached_tokens += usage.cached_tokens
+        self._reasoning_tokens += usage.reasoning_tokens
+
+    def opening(self) -> list[Json]:
+        """Chunks that a stream begins with, before it is known whether there will be output."""
+        return []
+
+    async def begin(self) -> list[Json]:
+        """Chunks that come right before the first output."""
+        return []
+
+    def closing(self) -> list[Json]:
+        """Chunks that come after all output."""
+        return [{**self.chunk([]), "usage": self._usage()}] if self._include_usage else []
+
+    def chunk(self, choices: list[Json]) -> Json:
+        head = {**self._head, "object": self.chunk_kind, "choices": choices}
+        if self._usage_in_chunks:
+            return {**head, "usage": self._usage()}
+        return {**head, "usage": None} if self._include_usage else head
+
+    def whole(self) -> Json:
+        choices = [self._choice(index) for index in range(len(self._texts))]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def _choice(self, index: int) -> Json:
+        logprobs = self._logprobs_of(index)
+        return {
+            "index": index,
+            **self._complete(index, "".join(self._texts[index])),
+            "logprobs": self._format_logprobs(index, logprobs) if logprobs else None,
+            "finish_reason": self._finish[index],
+            "stop_reason": self._stop_reason(index, self._finish[index]),
+        }
+
+    def _stop_reason(self, index: int, finish: str | None) -> str | int | None:
+        if finish == "length":
+            return None
+        return self._job.stop_matched(index, self._stop_token_ids)
+
+    def _logprobs_of(self, index: int) -> list[common_pb2.PositionLogprobs]:
+        return self._logprobs[index]
+
+    def _usage(self) -> Json:
+        return {
+            "prompt_tokens": self._job.prompt_tokens,
+            "completion_tokens": self._output_tokens,
+            "total_tokens": self._job.prompt_tokens + self._output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "baton": {"resumed": self._resumed},
+        }
+
+    @abstractmethod
+    def _part(self, index: int, delta: inference_pb2.Delta) -> Json: ...
+
+    @abstractmethod
+    def _complete(self, index: int, text: str) -> Json: ...
+
+    @abstractmethod
+    def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json: ...
+
+
+class ChatAnswer(OpenAIAnswer):
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, job: RequestBatch, request: CommonRequest) -> None:
+        super().__init__(job, request)
+        self._reasoning: list[list[str]] = [[] for _ in self._texts]
+        self._calls: list[list[Json]] = [[] for _ in self._texts]
+
+    def add(self, index: int, delta: inference_pb2.Delta) -> None:
+        super().add(index, delta)
+        self._reasoning[index].append(delta.reasoning)
+        self._calls[index].extend(_call(call) for call in delta.tool_calls)
+
+    def opening(self) -> list[Json]:
+        role = {"role": "assistant", "content": None}  # an empty text would begin one
+        return [
+            self.chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
+            for index in range(len(self._texts))
+        ]
+
+    def _part(self, index: int, delta: inference_pb2.Delta) -> Json:
+        part: Json = {}
+        if delta.reasoning:
+            part["reasoning_content"] = delta.reasoning
+        if delta.text:
+            part["content"] = delta.text
+        if delta.tool_calls:
+            first = len(self._calls[index])
+            calls = [_call(call) for call in delta.tool_calls]
+            self._calls[index] += calls
+            part["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
+        return {"delta": part}
+
+    def _complete(self, index: int, text: str) -> Json:
+        calls, reasoning = self._calls[index], "".join(self._reasoning[index])
+        message: Json = {"role": "assistant", "content": text if text or not calls else None}
+        message |= {"refusal": None, "annotations": []}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+    def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
+        content = [
+            {**_entry(position.chosen), "top_logprobs": [_entry(top) for top in position.top]}
+            for position in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _call(call: tokenizer_pb2.ToolCall) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _entry(entry: common_pb2.TokenLogprob) -> Json:
+    token = entry.token_bytes.decode("utf-8", "replace")
+    return {"token": token, "logprob": entry.logprob, "bytes": list(entry.token_bytes)}

@@ -1,0 +1,155 @@
+"""Answers of /v1/completions: with the prompt in them, without output, or the best of several."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from baton.api.openai_answers import OpenAIAnswer, RequestBatch
+from baton.api.openai_fields import Json
+from baton.api.openai_protocol import CompletionRequest
+from baton.gateway.token_log import CONTEXT_TOKENS
+from baton.tokenizer.detokenize import Detokenizer
+from baton.tokenizer.vocabulary import Vocabulary
+from baton.v1 import common_pb2, inference_pb2
+
+
+class TextOffsets:
+    """Where in the text of a choice each of its tokens begins; parts of a character begin where that does."""
+
+    def __init__(self, vocabulary: Vocabulary, context: Sequence[int]) -> None:
+        """context: tokens before the text."""
+        self._detokenizer = Detokenizer(vocabulary, context)
+        self._length = 0
+
+    def next(self, token: int) -> int:
+        begin = self._length
+        self._length += len(self._detokenizer.feed([token]))
+        return begin
+
+
+class CompletionAnswer(OpenAIAnswer):
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(
+        self, job: RequestBatch, request: CompletionRequest, echo: Callable[[int], Awaitable[str]] | None
+    ) -> None:
+        """echo: gives the text of a prompt, which its answers begin with; None: they do not."""
+        super().__init__(job, request)
+        self._make_echo = echo
+        self._echoes: list[str] = []
+        self._computed = job.n
+        """Choices of a prompt."""
+        self._n = request.n or 1
+        self._with_logprobs = request.logprobs is not None
+        self._with_top = bool(request.logprobs)
+        self._drops_output = request.drops_output
+        self._prompt_logprobs: dict[int, list[common_pb2.PositionLogprobs]] = {}
+        self._offsets: list[TextOffsets | None] = [None for _ in self._texts]
+
+    def add(self, index: int, delta: inference_pb2.Delta) -> None:
+        if delta.prompt_logprobs:
+            self._prompt_logprobs[index // self._computed] = list(delta.prompt_logprobs)
+        super().add(index, self._cut(delta))
+
+    def chunks_of(self, index: int, delta: inference_pb2.Delta) -> list[Json]:
+        echoed = self._echo(index // self._computed, delta.prompt_logprobs) if delta.prompt_logprobs else []
+        return [*echoed, *super().chunks_of(index, self._cut(delta))]
+
+    def add_end(self, finished: inference_pb2.Finished) -> None:
+        super().add_end(finished)
+        if self._drops_output:
+            self._output_tokens = 0
+
+    async def begin(self) -> list[Json]:
+        if self._make_echo is None:
+            return []
+        self._echoes = [await self._make_echo(prompt) for prompt in range(self._job.prompts)]
+        self._make_echo = None  # it holds the prompts
+        if self._with_logprobs:
+            return []  # they come with the first delta
+        return [chunk for prompt in range(len(self._echoes)) for chunk in self._echo(prompt, ())]
+
+    def whole(self) -> Json:
+        """The best of a prompt's choices, by the mean log-probability of their tokens."""
+        whole = super().whole()
+        if self._n < self._computed:
+            kept: list[int] = []
+            for first in range(0, len(self._texts), self._computed):
+                choices = range(first, first + self._computed)
+                kept += sorted(choices, key=self._mean_logprob, reverse=True)[: self._n]
+            whole["choices"] = [
+                {**whole["choices"][index], "index": number} for number, index in enumerate(kept)
+            ]
+        return whole
+
+    def _mean_logprob(self, index: int) -> float:
+        values = [position.chosen.logprob for position in self._logprobs[index]]
+        return sum(values) / max(1, len(values))
+
+    def _cut(self, delta: inference_pb2.Delta) -> inference_pb2.Delta:
+        """The part of a delta that is given out."""
+        if not self._drops_output:
+            return delta
+        return inference_pb2.Delta(choice=delta.choice, finish_reason=common_pb2.FINISH_REASON_LENGTH)
+
+    def _echo(self, prompt: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> list[Json]:
+        """The prompt as a chunk for each of its choices."""
+        chunks = []
+        for index in range(prompt * self._computed, (prompt + 1) * self._computed):
+            formatted = self._format_logprobs(index, logprobs) if logprobs else None
+            text = self._echoes[prompt]
+            choice = {"index": index, "text": text, "logprobs": formatted, "finish_reason": None}
+            chunks.append(self.chunk([choice]))
+        return chunks
+
+    def _logprobs_of(self, index: int) -> list[common_pb2.PositionLogprobs]:
+        if not self._with_logprobs:
+            return []  # they were asked for to find the best
+        return [*self._prompt_logprobs.get(index // self._computed, ()), *self._logprobs[index]]
+
+    def _part(self, index: int, delta: inference_pb2.Delta) -> Json:
+        return {"text": delta.text}
+
+    def _complete(self, index: int, text: str) -> Json:
+        echo = self._echoes[index // self._computed] if self._echoes else ""
+        return {"text": echo + text}
+
+    def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
+        tokens, values, tops, offsets = [], [], [], []
+        prompt, vocabulary = self._job.prompt_ids(index // self._computed), self._job.vocabulary
+        place = self._offsets[index]
+        if place is None:
+            place = TextOffsets(vocabulary, () if self._echoes else prompt[-CONTEXT_TOKENS:])
+            self._offsets[index] = place
+        for position in logprobs:
+            known = position.HasField("chosen")  # not of a prompt's first token, which nothing predicts
+            token = position.chosen.token_id if known else prompt[0]
+            tokens.append(_text(position.chosen.token_bytes if known else vocabulary.bytes_of(token)))
+            values.append(position.chosen.logprob if known else None)
+            tops.append(_likeliest(position) if known else None)
+            offsets.append(place.next(token))
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops if self._with_top else None,
+            "text_offset": offsets,
+        }
+
+
+def _likeliest(position: common_pb2.PositionLogprobs) -> dict[str, float]:
+    """Texts of the likeliest tokens, and of the chosen one: of tokens with one text that one, else the
+    likeliest."""
+    found: dict[str, float] = {}
+    for entry in position.top:
+        found.setdefault(_text(entry.token_bytes), entry.logprob)
+    found[_text(position.chosen.token_bytes)] = position.chosen.logprob
+    return found
+
+
+def _text(token_bytes: bytes) -> str:
+    """What is no text by itself, as OpenAI writes it: U+FFFD would be one name for many tokens."""
+    try:
+        return token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)

@@ -1,0 +1,120 @@
+"""Latent attention in torch, on every device: the reference of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from baton.attention.base import AttentionRow
+from baton.kvcache.kv_pool import KvPool
+from baton.layers.attention import AttentionOptions
+
+
+class TorchMlaAttention:
+    """Rows of one token in the absorbed form, all together; chunks one by one, in the cheaper form."""
+
+    name = "torch-mla"
+    features = frozenset({"scale", "latent"})
+
+    @staticmethod
+    def available(
+        device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
+    ) -> str | None:
+        return None
+
+    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+        self._pool = pool
+        self._options = options
+        self._rows: list[tuple[slice, int, torch.Tensor]] = []
+        """For each chunk its tokens, keys of its last one, pages."""
+        self._single = 0
+        self._table = torch.empty(0)
+        self._lengths = torch.empty(0)
+        self._pages = self._offsets = torch.empty(0)
+        """For each token, where its latent is written."""
+
+    def prepare(self, rows: Sequence[AttentionRow]) -> None:
+        size = self._pool.layout.page_size
+        places = [
+            (row.pages[p // size], p % size) for row in rows for p in range(row.start, row.start + row.count)
+        ]
+        self._pages, self._offsets = self._tensor(places).unbind(1)
+        self._single = sum(row.count == 1 for row in rows)
+        singles = rows[: self._single]
+        used = [row.start // size + 1 for row in singles]
+        width = max(used, default=0)
+        self._table = self._tensor(
+            [[*row.pages[:n], *([row.pages[0]] * (width - n))] for row, n in zip(singles, used, strict=True)]
+        )
+        self._lengths = self._tensor([row.start + 1 for row in singles])
+        self._rows = []
+        first = self._single
+        for row in rows[self._single :]:
+            end = row.start + row.count
+            pages = self._tensor(row.pages[: -(-end // size)])
+            self._rows.append((slice(first, first + row.count), end, pages))
+            first += row.count
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """`k` and `v`: the latents with rotated keys, [tokens, 1, rank + rotated]."""
+        latents, _ = self._pool.layer(layer)
+        latents[self._pages, self._offsets] = k
+        options = self._options[layer]
+        projections = options.latent
+        assert projections is not None
+        if self._single:
+            gathered = latents[self._table].flatten(1, 3).view(self._single, -1, k.shape[-1])
+            positions = torch.arange(gathered.shape[1], device=k.device)
+            beyond = positions >= self._lengths[:, None]
+            gathered = gathered.masked_fill(beyond[..., None], 0.0)  # unwritten memory may hold NaN
+            out[: self._single] = _absorbed(q[: self._single, None], gathered, beyond[:, None], options)
+        for tokens, end, pages in self._rows:
+            own = latents[pages].flatten(0, 2)[:end]
+            count = tokens.stop - tokens.start
+            if projections.cheaper_absorbed(count, end, q.shape[2]):
+                hidden = torch.ones(count, end, dtype=torch.bool, device=k.device).triu(end - count + 1)
+                out[tokens] = _absorbed(q[None, tokens], own[None], hidden[None], options)
+            else:
+                out[tokens] = _plain(q[tokens], own, options)
+
+    def _tensor(self, values: Sequence[object]) -> torch.Tensor:
+        return torch.tensor(values, device=self._pool.device)
+
+
+def _absorbed(
+    q: torch.Tensor, latents: torch.Tensor, hidden: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """q [rows, tokens, heads, plain + rotated], latents [rows, keys, rank + rotated], hidden bool
+    [rows, tokens, keys] -> [rows * tokens, heads, value]"""
+    projections = options.latent
+    assert projections is not None and options.scale is not None
+    rows, tokens, heads, _ = q.shape
+    absorbed = projections.absorb(q.flatten(0, 1)).view(rows, tokens * heads, -1)
+    scores = (absorbed @ latents.transpose(1, 2)).float() * options.scale
+    scores = scores.view(rows, tokens, heads, -1).masked_fill_(hidden[:, :, None], -torch.inf)
+    weights = scores.softmax(-1).to(latents.dtype).view(rows, tokens * heads, -1)
+    attended = weights @ latents[..., : projections.rank]
+    return projections.project(attended.view(rows * tokens, heads, -1))
+
+
+def _plain(q: torch.Tensor, latents: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """q [tokens, heads, plain + rotated], latents [keys, rank + rotated], those of the tokens last ->
+    [tokens, heads, value]"""
+    assert options.latent is not None
+    keys, values = options.latent.expand(latents)
+    count, end, dim, width = len(q), len(keys), q.shape[2], values.shape[2]
+    mask = None
+    if count < end:
+        mask = q.new_zeros(count, end)
+        mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(end - count + 1), -torch.inf)
+    # Of one size, because torch's flash attention takes no others; without it scores would fill memory.
+    values = F.pad(values, (0, max(0, dim - width)))
+    q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
+    result = F.scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, is_causal=mask is None, scale=options.scale
+    )
+    return result[0].transpose(0, 1)[..., :width]

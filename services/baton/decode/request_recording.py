@@ -1,0 +1,49 @@
+"""What a decode node's recorder gets of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.decode.types import PHASES, DecodeRequest, Key, Peer
+from baton.handoff.messages import AttemptName
+from baton.tracing.recorder import EventKind, Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecording:
+    recorder: Recorder
+    unfinished: Mapping[Key, DecodeRequest]
+    peers: Mapping[str, Peer]
+    page_bytes: int
+
+    def add(
+        self, state: DecodeRequest, kind: EventKind, number: int = 0, text: str = "", step: int = 0
+    ) -> None:
+        """Some events begin a phase of the request."""
+        if kind in PHASES:
+            state.enter(PHASES[kind], self.recorder.clock())
+        name = (state.gateway, state.key.request, state.attempt)
+        self.recorder.add(kind, *name, number=number, step=step, text=text)
+
+    def ended(self, state: DecodeRequest, text: str) -> None:
+        self.add(state, EventKind.ENDED, state.output_tokens, text)
+
+    def sent(self, name: AttemptName, address: str) -> None:
+        """The prompt, to a prefill node."""
+        self.recorder.add(
+            EventKind.SENT, name.gateway, name.request, name.attempt, name.decode_try, text=address
+        )
+
+    def pulled(
+        self, kind: EventKind, name: AttemptName, address: str, pages: int, step: int, error: str | None
+    ) -> None:
+        """Records that a pull of the hand-off has begun or ended."""
+        text, size = address, 0
+        if kind is EventKind.PULL_ENDED:
+            peer = self.peers.get(address)
+            text = f"failed: {error}" if error is not None else peer.transport if peer is not None else ""
+            size = pages * self.page_bytes if error is None else 0
+        self.recorder.add(
+            kind, name.gateway, name.request, name.attempt, name.decode_try, pages, size, step, text
+        )

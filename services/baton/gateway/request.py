@@ -1,0 +1,399 @@
+"""One request, from `start` to its terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from baton.gateway.authentication import ApiKey
+from baton.gateway.backpressure import SlowReader
+from baton.gateway.decode_client import DecodeClient
+from baton.gateway.gateway import Gateway
+from baton.gateway.metrics import RequestTimer
+from baton.gateway.preparation import prepare
+from baton.gateway.prompts import EncodedPrompt, GatewaySession
+from baton.gateway.request_end import ended_request, finished_event
+from baton.gateway.request_spans import describe_span, request_span
+from baton.gateway.resume import ResumeAttempts, Wait
+from baton.gateway.routing import RequestRouting
+from baton.gateway.token_log import fill_token_bytes, new_log
+from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, internal, to_status, without_frames
+from baton.rpc.logs import get_logger
+from baton.tokenizer.vocabulary import Vocabulary
+from baton.tracing.recorder import TOKENS_EVERY, EventKind
+from baton.v1 import decode_pb2, inference_pb2, trace_pb2
+
+_log = get_logger()
+
+
+class GatewayRequest:
+    """Runs on the event loop. In every case `log` gets exactly one terminal event, and at that moment the
+    request releases what it holds at other nodes (`_release`).
+
+    on_change: called when `log.take()` has something new; the client's writer takes it when it can.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        start: inference_pb2.GenerateStart,
+        on_change: Callable[[], None],
+        api_key: ApiKey,
+        api: str = "grpc",
+        traceparent: str = "",
+    ) -> None:
+        """api: that the request came by, for the record. traceparent: the client's trace context; empty: it
+        has none."""
+        self.api_key = api_key
+        self._api = api
+        self.number = gateway.next_number()
+        self.log = new_log(start)
+        self.name = f"{gateway.incarnation:016x}-{self.number}"
+        self._gateway = gateway
+        self._recorder = gateway.recorder
+        self._start: inference_pb2.GenerateStart | None = start
+        """None once the prompt is encoded or refused: it may be large, and the client slow."""
+        self._template = decode_pb2.DecodeStart(request=self.number, announce_admission=api == "http")
+        """What all attempts have in common, but for the prompt. It holds copies: any part of a message keeps
+        the whole message alive."""
+        self._hand_off: bool | None = None
+        """The client's choice where the prompt is computed; None: --split decides."""
+        self._session: GatewaySession | None = None
+        self._on_change = on_change
+        self._prompt: EncodedPrompt | None = None
+        self.attempts = ResumeAttempts(
+            self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
+        )
+        self._routing: RequestRouting | None = None
+        self._fingerprint = ""
+        """Fingerprint of the model that the prompt was encoded for."""
+        self.admitted = False
+        """A decode node has said so. Only of requests that come by HTTP."""
+        self._accepted = self._prompt_done = False
+        self._vocabulary: Vocabulary | None = None
+        self._max_tokens = self._vocabulary_size = 0
+        self._with_logprobs = False
+        self._grammar_field = ""
+        """What the client has given that the grammar comes from."""
+        self._stats: decode_pb2.RequestStats | None = None
+        config = gateway.config
+        limit = start.timeout_ms / 1000 if start.HasField("timeout_ms") else config.request_seconds
+        self._timing = RequestTimer(gateway.metrics, limit)
+        self._template.traceparent = request_span(self._recorder, gateway, self.number, start, traceparent)
+        self._record(EventKind.RECEIVED, text=api)
+        self._begun_attempt = -1
+        """The last attempt of which the first token has come."""
+        self._unrecorded = 0
+        """Output tokens since the last event TOKENS."""
+        self._written = False
+        self._reader = SlowReader(
+            config.max_unread_tokens, config.slow_reader_seconds, self._pause, self.fail
+        )
+        self._timer: asyncio.TimerHandle | None = None
+        self._place_timer: asyncio.TimerHandle | None = None
+        self._preparing: asyncio.Task[None] | None = None
+
+    @property
+    def attempt(self) -> int:
+        return self.attempts.number
+
+    def begin(self, session: GatewaySession | None = None) -> None:
+        """Checks the request and starts it. A request that is refused ends here."""
+        start = self._start
+        assert start is not None, "begun twice"
+        try:
+            self._gateway.admit(self, start)
+            self._template.n = len(self.log.choices)
+            self._template.namespace = start.namespace
+            if start.HasField("priority"):
+                self._template.priority = start.priority
+            if start.HasField("hand_off"):
+                self._hand_off = start.hand_off
+            if session is not None:
+                session.begin(start.WhichOneof("prompt") == "chat", len(self.log.choices))
+                self._session = session
+        except BatonError as error:
+            self.fail(error)
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._timing.limit, self._expire)
+        self._preparing = loop.create_task(self._prepare(start), name=f"request {self.name}")
+
+    def take(self) -> list[inference_pb2.GenerateResponse]:
+        """Called by the client's writer: see TokenLog.take."""
+        events = self.log.take()
+        if self._reader.paused:
+            self._reader.look(self.log.unread)
+        if not self._written and self._begun_attempt >= 0 and events:
+            self._written = True
+            self._record(EventKind.WRITTEN)
+        return events
+
+    def _record(self, kind: EventKind, *, attempt: int = 0, number: int = 0, text: str = "") -> None:
+        self._recorder.add(kind, self._gateway.incarnation, self.number, attempt, number=number, text=text)
+
+    def cancel(self, reason: str) -> None:
+        """Ends the request with CANCELLED, unless it has ended. Frees what it held at once."""
+        self.fail(cancelled(reason))
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the request with the error, unless it has ended."""
+        without_frames(error)
+        if self.log.fail(to_status(error)):
+            outcome = "cancelled" if error.code is grpc.StatusCode.CANCELLED else "failed"
+            self._release(outcome, error)
+
+    # Before the decode node.
+
+    async def _prepare(self, start: inference_pb2.GenerateStart) -> None:
+        try:
+            prepared = await prepare(
+                self._gateway,
+                start,
+                self._session,
+                self.api_key,
+                self._timing,
+                trace_pb2.RequestName(gateway=self._gateway.incarnation, request=self.number),
+                self._template.traceparent,
+                self._tokenizing,
+                self._tokenized,
+            )
+            self._start = None
+            if self.log.terminal is not None:
+                return
+            self._prompt, vocabulary, outputs = prepared.prompt, prepared.vocabulary, prepared.outputs
+            self._vocabulary, sampling = vocabulary, prepared.sampling
+            self._fingerprint, self._grammar_field = prepared.fingerprint, prepared.grammar_field
+            self._template.sampling.CopyFrom(sampling)
+            # Read once: they are asked for at every token.
+            self._max_tokens, self._vocabulary_size = sampling.max_tokens, vocabulary.size
+            self._with_logprobs = sampling.HasField("logprobs")
+            self.log.prompt_ids = self._prompt.token_ids
+            self._routing = self._gateway.routing(
+                self.number, self.log.prompt_ids, self._template.namespace, self._session
+            )
+            for choice in self.log.choices:
+                choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
+            self._place()
+        except BatonError as error:
+            self.fail(error)
+        except Exception as error:
+            _log.exception("request failed", request=self.name)
+            self.fail(internal(f"{type(error).__name__} while preparing the request"))
+
+    def _tokenizing(self, address: str) -> None:
+        self._timing.begin_phase("tokenize")
+        self._record(EventKind.TOKENIZING, text=address)
+
+    def _tokenized(self, count: int) -> None:
+        self._timing.begin_phase("route")
+        self._record(EventKind.TOKENIZED, number=count)
+
+    # At decode nodes.
+
+    def _place(self) -> None:
+        """Sends the next attempt now, or as soon as a node can take it. `attempts` and the routing decide."""
+        routing, nodes = self._routing, self._gateway.nodes
+        if self.log.terminal is not None or routing is None:
+            return
+        try:
+            while True:
+                candidates = nodes.candidates(self.number, self._fingerprint)
+                place = self.attempts.place(candidates, time.monotonic(), routing.pick_decode)
+                if isinstance(place, Wait):
+                    self._place_timer = asyncio.get_running_loop().call_later(place.seconds, self._place)
+                    return
+                prefill = routing.order_prefill(nodes.prefill)
+                limit = routing.decide(self._gateway.split, place, prefill, self._hand_off)
+                if nodes.decode[place].send(self._decode_start(prefill, limit), self):
+                    break
+        except BatonError as error:
+            self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
+            return
+        self.attempts.begin(place)
+        self._timing.begin_phase("")
+        self._record(EventKind.SENT, attempt=self.attempts.number, text=place)
+        routing.sent(place, prefill)
+        if self._reader.paused:
+            self._pause(True)
+        if not self._accepted:
+            self._accepted = True
+            accepted = inference_pb2.Accepted(request_id=self.name, seed=self._template.sampling.seed)
+            accepted.prompt_tokens, accepted.max_tokens = len(self.log.prompt_ids), self._max_tokens
+            self.log.accept(accepted)
+            self._on_change()
+
+    def _decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
+        """The next attempt, with the output that earlier ones delivered. prefill: nodes in the order to try.
+        local_tokens: limit of tokens that the decode node computes itself."""
+        message = decode_pb2.DecodeStart(
+            token_ids=self.log.prompt_ids,
+            timeout_ms=max(1, int(self._timing.remaining * 1000)),
+            prefill=prefill,
+            local_prefill_tokens=local_tokens,
+        )
+        message.MergeFrom(self._template)
+        self.attempts.fill(message)
+        return message
+
+    @property
+    def _node(self) -> DecodeClient | None:
+        """Where the attempt runs."""
+        return self._gateway.nodes.decode.get(self.attempts.address)
+
+    def _pause(self, paused: bool) -> None:
+        """The client does not read, or reads again."""
+        if (node := self._node) is not None:
+            node.pause(self.number, self.attempts.number, paused)
+
+    # From the decode node (TokenSink).
+
+    def on_admitted(self) -> None:
+        self.admitted, self._template.announce_admission = True, False
+        self._on_change()
+
+    def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
+        self.attempts.progress()
+        if self._routing is not None:
+            self._routing.computed()
+        if self._prompt_done:
+            return  # computed again, for another attempt
+        self._prompt_done, self.log.cached_tokens = True, prompt.cached_tokens
+        if self._template.sampling.HasField("prompt_logprobs"):
+            assert self._vocabulary is not None
+            logprobs = list(prompt.prompt_logprobs)
+            fill_token_bytes(logprobs, self._vocabulary)
+            self.log.set_prompt_logprobs(logprobs)
+
+    def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None:
+        if not self.attempts.current(address, delta.attempt):
+            _log.warning("tokens of an attempt that is over", request=self.name, decode=address)
+            return
+        self.attempts.progress()
+        number, token_ids = delta.choice, delta.token_ids[:]
+        logprobs = delta.logprobs[:] if self._with_logprobs else ()
+        self._timing.tokens(number, len(token_ids))
+        if self._begun_attempt != delta.attempt:
+            self._begun_attempt = delta.attempt
+            self._record(EventKind.FIRST_TOKEN, attempt=delta.attempt)
+        wrong = self.log.wrong(number, token_ids, self._max_tokens, self._vocabulary_size)
+        if self._with_logprobs and len(logprobs) != len(token_ids):
+            wrong = f"{len(logprobs)} log-probabilities for {len(token_ids)} tokens"
+        if wrong:
+            self.fail(internal(f"decode node {address} sent {wrong}", "BAD_PEER"))
+            return
+        try:
+            self.log.choices[number].push(token_ids, logprobs, delta.finish_reason)
+        except Exception as error:  # must not reach the connection, which other requests share
+            _log.exception("request failed", request=self.name)
+            self.fail(internal(f"{type(error).__name__} while reading the output"))
+            return
+        self._unrecorded += len(token_ids)
+        if self._unrecorded >= TOKENS_EVERY:
+            self._unrecorded = 0
+            self._record(EventKind.TOKENS, attempt=delta.attempt, number=self.log.output_tokens)
+        self._finish_if_complete()
+        if self.log.terminal is None:
+            self._reader.look(self.log.unread)
+        self._on_change()
+
+    def on_finished(self, stats: decode_pb2.RequestStats) -> None:
+        if not self.log.complete:
+            text = f"decode node {self.attempts.address} finished before its last token"
+            self.fail(internal(text, "BAD_PEER"))
+            return
+        self._stats = stats
+        self.attempts.done = True
+        if self._routing is not None and not self.attempts.resumed:
+            self._routing.learn(self._gateway.split, stats, self._timing.first_token)
+        self._finish_if_complete()
+
+    def on_failed(self, error: BatonError, lost: bool) -> None:
+        resumed, address, attempt = self.attempts.resumed, self.attempts.address, self.attempts.number
+        try:
+            self.attempts.ended(error, time.monotonic(), lost=lost)
+        except BatonError as last:
+            if last.field == "sampling.grammar":
+                last.message = last.message.replace(last.field, self._grammar_field)
+                last.field = self._grammar_field
+            self.fail(last)
+            return
+        if self.attempts.resumed > resumed:
+            self._gateway.metrics.resumes.inc()
+        if self.attempts.done:
+            self._finish_if_complete()
+        else:
+            kind = EventKind.RESUMED if self.attempts.resumed > resumed else EventKind.RETRIED
+            self._record(kind, attempt=attempt, text=error.reason)
+            _log.info("trying another decode node", request=self.name, decode=address, error=error.message)
+            self._place()
+
+    def _finish_if_complete(self) -> None:
+        """Finishes the request once all choices have finished and the decode node sends nothing more."""
+        if not self.log.complete:
+            return
+        if not self.attempts.done and not any(choice.ended_early for choice in self.log.choices):
+            return
+        stats = self._stats or decode_pb2.RequestStats()
+        if self.log.finish(finished_event(self.log, stats, self.attempts, self._timing)):
+            if self._routing is not None and not self.attempts.resumed:
+                predicted = self._routing.predicted(stats, self.attempts.address)
+                self._gateway.metrics.routed(predicted, self.log.cached_tokens)
+            self._commit_session(stats.prefill_address)
+            self._release("finished", None)
+
+    # The end.
+
+    def _expire(self) -> None:
+        self.fail(deadline_exceeded(f"the request did not finish within {self._timing.limit:g} s"))
+
+    def _release(self, outcome: str, error: BatonError | None) -> None:
+        """Releases everything at every node, and all references that lead back here, so that the request
+        and its prompt are freed with the last reference. Called once, with the terminal event."""
+        for timer in (self._timer, self._place_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._place_timer = None
+        if self._preparing is not None and self._preparing is not asyncio.current_task():
+            self._preparing.cancel()
+        self._preparing = None
+        self._reader.end()
+        self._start = None
+        if (node := self._node) is not None:
+            node.cancel(self.number)
+        if self._routing is not None:
+            self._routing.ended()
+        if self._session is not None:
+            self._session.end()
+        self._timing.ended(outcome, error)
+        if error is not None and outcome == "failed":
+            self._gateway.metrics.failed(error.reason)
+        reason = error.reason if error is not None and outcome == "failed" else outcome
+        if self._template.traceparent:
+            describe_span(self._recorder, self._gateway, self.number, self.log)
+        self._record(EventKind.ENDED, number=self.log.output_tokens, text=reason)
+        prompt, output = len(self.log.prompt_ids), self.log.output_tokens
+        self._gateway.metrics.ended(outcome, self.api_key.name, prompt, output, self._timing.elapsed)
+        self._gateway.forget(self, outcome)
+        ended = ended_request(
+            self.log,
+            self._stats,
+            self.attempts,
+            self._timing,
+            request=self.name,
+            api=self._api,
+            key=self.api_key.name,
+            model=self._gateway.model_name,
+        )
+        self._gateway.request_log.add(outcome, ended, error)
+        on_change, self._on_change = self._on_change, lambda: None
+        on_change()
+
+    def _commit_session(self, prefill_address: str) -> None:
+        session, prompt = self._session, self._prompt
+        if session is not None and prompt is not None:
+            session.decode_address, session.prefill_address = self.attempts.address, prefill_address
+            session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)

@@ -1,0 +1,206 @@
+"""The workers that a gateway uses: found by configuration, DNS and etcd; they come and go at run time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import grpc
+import grpc.aio
+
+from baton.config import GatewayConfig
+from baton.discovery.etcd import Etcd
+from baton.discovery.finder import Finder, MembershipChange
+from baton.gateway.cache_view import FRESH_SECONDS, Gap
+from baton.gateway.decode_client import DecodeClient
+from baton.gateway.routing import Router
+from baton.gateway.tokenizer_client import TokenizerClient, TokenizerPeer
+from baton.rpc.channel import Dial
+from baton.rpc.errors import BatonError, from_rpc_error, unavailable
+from baton.rpc.logs import get_logger
+from baton.rpc.tasks import Tasks, keep_connected
+from baton.v1 import cache_pb2, cache_pb2_grpc, node_pb2
+
+ROLES = ("tokenizer", "decode", "prefill")
+UNKNOWN_SECONDS = 30.0
+"""A node without the service is asked again after this time: it may have been replaced."""
+
+_log = get_logger()
+
+
+class WorkerRegistry:
+    """By role and address. Used on one event loop. `add` begins to connect and keeps trying."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        tokenizer: TokenizerClient,
+        router: Router,
+        make_decode: Callable[[str], DecodeClient],
+        dial: Dial,
+    ) -> None:
+        """make_decode: makes the DecodePeer of an address. Raises BatonError for an invalid address, and for
+        unusable files for etcd."""
+        self.tokenizer = tokenizer
+        self.prefill: list[str] = []
+        """Prefill nodes; decode nodes connect to them."""
+        self.decode: dict[str, DecodeClient] = {}
+        self._router = router
+        self._make_decode = make_decode
+        self.dial = dial
+        self._tasks = Tasks()
+        self._following: dict[str, asyncio.Task[None]] = {}
+        etcd = Etcd.load(config)
+        self._finders = [
+            Finder(role, _addresses(config, role), etcd, partial(self._changed, role)) for role in ROLES
+        ]
+
+    def start(self) -> None:
+        for finder in self._finders:
+            finder.start()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(finder.close() for finder in self._finders))
+        await asyncio.gather(*(node.close() for node in self.decode.values()), self.tokenizer.close())
+        await self._tasks.close()
+
+    @property
+    def places(self) -> list[str]:
+        """Sources of nodes, each once; for messages."""
+        return list(dict.fromkeys(place for finder in self._finders for place in finder.searches))
+
+    def _changed(self, role: str, change: MembershipChange) -> None:
+        for address in change.left:
+            self.remove(role, address)
+        for address in change.joined:
+            self.add(role, address)
+
+    def add(self, role: str, address: str) -> None:
+        """Adds a node that requests may be sent to. Idempotent."""
+        if role == "tokenizer":
+            self.tokenizer.add(address)
+        elif role == "prefill" and address not in self.prefill:
+            self.prefill.append(address)
+            self._follow(address)
+        elif role == "decode" and address not in self.decode:
+            node = self.decode[address] = self._make_decode(address)
+            node.start()
+            self._follow(address)
+
+    def remove(self, role: str, address: str) -> None:
+        """Removes a node; its requests continue elsewhere. Idempotent.
+
+        A draining node need not be removed; it says so itself.
+        """
+        if role == "tokenizer":
+            self.tokenizer.remove(address)
+        elif role == "prefill" and address in self.prefill:
+            self.prefill.remove(address)
+            self._forget(address)
+        elif role == "decode" and address in self.decode:
+            node = self.decode.pop(address)
+            node.leaving = True
+            node.lose(unavailable(f"decode node {address} was removed", "DECODE_LOST", 1000))
+            self._tasks.spawn(node.close(), f"leave decode node {address}")
+            self._forget(address)
+
+    def _follow(self, address: str) -> None:
+        watch = CacheWatch(address, self._router, self.dial)
+        self._following[address] = self._tasks.spawn(keep_connected(watch.connect), f"cache of {address}")
+
+    def _forget(self, address: str) -> None:
+        self._following.pop(address).cancel()
+        self._router.forget(address)
+
+    def candidates(self, request: int, fingerprint: str) -> list[str]:
+        """Decode nodes that could take the request now and serve the model it began with."""
+        return [
+            node.address
+            for node in self.decode.values()
+            if node.takes(request) and node.info is not None and node.info.model.fingerprint == fingerprint
+        ]
+
+    def missing(self) -> list[str]:
+        """Why no request can be served now; empty: requests are served."""
+        missing = []
+        if not self.tokenizer.connected:
+            missing += [f"tokenizer {address}" for address in self.tokenizer.nodes] or ["tokenizer"]
+        lost = self.unusable()
+        if len(lost) == len(self.decode):
+            missing += [f"decode {node}" for node in lost] or ["decode"]
+        return missing
+
+    def unusable(self) -> list[str]:
+        """Decode nodes that cannot be used, each with the reason."""
+        return [f"{node.address} ({node.trouble})" for node in self.decode.values() if not node.usable]
+
+    def models(self) -> Iterator[node_pb2.ModelInfo]:
+        """Models of the decode nodes that can be reached."""
+        return (node.info.model for node in self.decode.values() if node.connected and node.info is not None)
+
+    def describe(self) -> Iterator[node_pb2.Peer]:
+        """For NodeInfo."""
+        nodes: list[TokenizerPeer | DecodeClient] = [*self.tokenizer.nodes.values(), *self.decode.values()]
+        for node in nodes:
+            peer = node_pb2.Peer(role=node.role, address=node.address, connected=node.connected)
+            if node.connected and node.info is not None:
+                peer.incarnation = node.info.incarnation
+            yield peer
+
+
+def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:
+    """Configured addresses; without etcd, the defaults of one machine."""
+    given: tuple[str, ...] = getattr(config, role)
+    return () if config.etcd and given == getattr(GatewayConfig(), role) else given
+
+
+class CacheWatch:
+    """Keeps the router's view of a node up to date. The view stays while the node cannot be reached."""
+
+    def __init__(self, address: str, router: Router, dial: Dial) -> None:
+        self._address = address
+        self._router = router
+        self._dial = dial
+        self._reason = ""
+
+    async def connect(self) -> bool:
+        """One stream to its end. Returns whether an update came."""
+        heard = self._router.view(self._address).heard
+        try:
+            await _follow(self._address, self._router, self._dial)
+        except BatonError as error:
+            followed = self._router.view(self._address).heard != heard
+            if followed or error.reason != self._reason:
+                _log.info("cache not followed", node=self._address, reason=error.reason, error=error.message)
+            self._reason = error.reason
+            if error.code is grpc.StatusCode.UNIMPLEMENTED:
+                await asyncio.sleep(UNKNOWN_SECONDS)
+            return followed
+        except Exception:
+            _log.exception("cache not followed", node=self._address)
+        return False
+
+
+async def _follow(address: str, router: Router, dial: Dial) -> None:
+    """One stream to its end. Raises BatonError."""
+    view = router.view(address)
+    async with dial(address) as channel:
+        request = cache_pb2.WatchRequest(incarnation=view.incarnation, sequence=view.sequence)
+        call = cache_pb2_grpc.CacheStub(channel).Watch(request)
+        try:
+            while True:
+                async with asyncio.timeout(FRESH_SECONDS):
+                    update = await call.read()
+                if update is grpc.aio.EOF:
+                    raise unavailable(f"{address} closed the stream", "STREAM_CLOSED")
+                router.update(address, update)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except TimeoutError:
+            raise unavailable(f"{address} has gone silent", "CACHE_SILENT") from None
+        except Gap as gap:
+            _log.warning("cache update with a gap", node=address, error=str(gap))
+            raise unavailable(str(gap), "PROTOCOL") from gap
+        finally:
+            call.cancel()

@@ -1,0 +1,67 @@
+"""What one sequence holds of a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.kvcache.tree_node import TreeNode
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """What one sequence holds. Made by `KvCache.hold`, given up by `KvCache.release`.
+
+    Each page of a page table is one of
+      matched  among the first `shared` pages: the tree's, locked by this holding;
+      owned    taken by `extend`, in `owned`: only this sequence writes it, the holding gives it back;
+      cached   was owned until `commit` gave it to the tree; locked by this holding, final.
+    Quarantined pages stay in the table and belong to none of these. The first `dropped` places of a table
+    hold NO_PAGE: no later position of the sequence sees these pages.
+    """
+
+    tables: list[list[int]]
+    """The page table of each group: page ids in the order of the tokens, equally many. Changed by KvCache
+    only."""
+    namespace: str
+    node: TreeNode
+    """Where the tree's part of the page tables ends; locked."""
+    dropped: list[int]
+    """How many first pages each group has given up; may be more than the table has."""
+    owned: set[int] = field(default_factory=set)
+    pins: int = 0
+    """Leases and pulls that have not ended yet."""
+    release_step: int | None = None
+    """Set by the release: the step after which the pages are freed."""
+    shared: int = field(init=False)
+    """Leading page indexes that were found in the tree."""
+    committed: int = field(init=False)
+    """Leading page indexes whose tokens are in the tree, with these or with other page ids."""
+    _frozen: tuple[tuple[int, ...], ...] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.shared = self.committed = len(self)
+
+    def __len__(self) -> int:
+        """Page indexes."""
+        return len(self.tables[0])
+
+    def page_tables(self) -> tuple[tuple[int, ...], ...]:
+        """`tables` as they are now, for plans: the same tuples until they change, so that two plans are
+        compared fast."""
+        if self._frozen is None:
+            self._frozen = tuple(map(tuple, self.tables))
+        return self._frozen
+
+    def changed(self) -> None:
+        """`tables` have."""
+        self._frozen = None
+
+    @property
+    def held(self) -> int:
+        """Pages in all tables."""
+        pairs = zip(self.tables, self.dropped, strict=True)
+        return sum(max(0, len(table) - dropped) for table, dropped in pairs)
+
+    @property
+    def released(self) -> bool:
+        return self.release_step is not None

@@ -1,0 +1,114 @@
+"""The tensors behind the page ids: one allocation, page-first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.kvcache.kv_groups import FULL, KvGroup
+
+
+def default_page_size(device: torch.device) -> int:
+    """Tokens per page where none are named: on a GPU as many as attention kernels load at a time."""
+    return 16 if device.type == "cpu" else 128
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What the bytes of a page mean: [kv head, layer, part, token, dim], contiguous. So a range of heads is
+    one piece of a page."""
+
+    num_layers: int
+    """Layers of a page: as many as the largest KV group has."""
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    """Tokens per page."""
+    dtype: torch.dtype
+    parts: int = 2
+    """2: keys and values; 1: latents, of which both are made."""
+    groups: tuple[KvGroup, ...] = (FULL,)
+    """A page holds the layers of one of them."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """In all groups."""
+        return len(self.groups) * self.num_layers * self.bytes_per_token_per_layer
+
+    @property
+    def bytes_per_token_per_layer(self) -> int:
+        """Bytes of all parts together."""
+        return self.parts * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_layers * self.page_size * self.bytes_per_token_per_layer
+
+
+class KvPool:
+    """`num_pages` pages in one allocation: [page, kv head, layer, part, token, dim].
+
+    Several ranks of a worker may share a pool, each with a KvPool over the same storage for its own `heads`.
+
+    On a CPU the pool can lie in `storage`, a writable buffer of at least num_pages * page_bytes bytes (a
+    shared mapping, say), which must outlive it. `spare` more pages follow the last one: no sequence owns
+    them, and rows that pad a batch are written there. Contents are undefined until written, on
+    a GPU they are zeros. Raises ValueError for a buffer that is too small, and for one on a device other than
+    the CPU.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        storage: memoryview | None = None,
+        spare: int = 0,
+        heads: tuple[int, int] | None = None,
+    ) -> None:
+        """`heads`: first and number of the KV heads that are read and written here; None: all."""
+        self.layout = layout
+        self.heads = heads or (0, layout.num_kv_heads)
+        self.num_pages = num_pages
+        self.device = torch.device(device)
+        total = num_pages + spare
+        size = total * layout.page_bytes
+        if storage is None:
+            # Kernels on a GPU multiply entries behind a sequence's end by 0, and 0 times NaN is NaN.
+            make = torch.empty if self.device.type == "cpu" else torch.zeros
+            raw = make(size, dtype=torch.uint8, device=self.device)
+        else:
+            if self.device.type != "cpu":
+                raise ValueError(f"a pool on {self.device} cannot lie in a buffer of the host")
+            if storage.nbytes < size:
+                raise ValueError(f"the buffer has {storage.nbytes} bytes, {num_pages} pages need {size}")
+            raw = torch.frombuffer(storage, dtype=torch.uint8, count=size)
+        self.raw = raw.view(total, layout.page_bytes)
+        """uint8 [num_pages + spare, page_bytes]."""
+        self.pages = raw.view(layout.dtype).view(
+            total, layout.num_kv_heads, layout.num_layers, layout.parts, layout.page_size, layout.head_dim
+        )
+        first, count = self.heads
+        self._own = self.pages[:, first : first + count]
+        self.vectors = self.pages.view(-1, layout.head_dim)
+        """[num_pages * num_kv_heads * num_layers * 2 * page_size, head_dim], of two parts. The key of `page`,
+        `head`, `layer`, `offset` is entry (((page * num_kv_heads + head) * num_layers + layer) * 2) *
+        page_size + offset; its value follows page_size entries later."""
+        self.halves = self.pages.view(-1, layout.page_size * layout.head_dim)
+        """[num_pages * num_kv_heads * num_layers * 2, page_size * head_dim]: a page's keys of a head in a
+        layer are entry ((page * num_kv_heads + head) * num_layers + layer) * 2, its values the next."""
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer: strided views [num_pages, page_size, heads, head_dim]. Of latents both
+        are the same."""
+        view = self._own[:, :, index].transpose(1, 3)
+        return view[:, :, 0], view[:, :, -1]
+
+    def page_bytes(self, page: int) -> memoryview:
+        """The bytes of a page, writable (CPU only)."""
+        return self.raw[page].numpy().data
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """The own heads."""
+        self._own[destination].copy_(self._own[source])

@@ -1,0 +1,367 @@
+"""Mixtures of experts: Shazeer et al., arXiv:1701.06538, as today's families route and compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from baton.layers.linear import Linear
+from baton.layers.mlp import ACTIVATIONS, GatedMlp
+from baton.layers.parameters import Parameters
+from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod
+from baton.layers.tensor_parallel import ONE_RANK, IndexRange, TensorSlice, times
+from baton.model_path import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's scores choose its experts and weigh them.
+
+    Softmax over all experts, the best ones, renormalized, is also softmax over the best logits (gpt-oss).
+    """
+
+    top_k: int
+    """Experts of a token."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    """The chosen scores are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the experts' weights after they are chosen and normalized."""
+    groups: int = 1
+    """Experts are in groups of neighbours, of which a token uses `top_groups`."""
+    top_groups: int = 1
+    group_best: int = 1
+    """A group counts as much as the sum of its best scores, so many of them: 1 in DeepSeek-V2, 2 in V3."""
+
+    def choose(
+        self, logits: torch.Tensor, correction: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens, experts] -> weights float32 and experts int64, [tokens, top_k] each. `correction` float32
+        [experts] is added to the scores where experts are chosen, not where they are weighed."""
+        logits = logits.float()
+        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        ranked = scores if correction is None else scores + correction
+        if self.groups > 1:
+            grouped = ranked.view(len(ranked), self.groups, -1)
+            worth = grouped.topk(self.group_best, -1).values.sum(-1)
+            used = torch.zeros_like(worth, dtype=torch.bool)
+            used.scatter_(-1, worth.topk(self.top_groups, -1).indices, True)
+            ranked = grouped.masked_fill(~used.unsqueeze(-1), -torch.inf).flatten(-2)
+        experts = ranked.topk(self.top_k, -1).indices
+        weights = scores.gather(-1, experts)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.scale, experts
+
+
+class MoeGate:
+    """Scores a token's experts by a linear layer and chooses among them."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        hidden: int,
+        experts: int,
+        routing: Routing,
+        *,
+        bias: bool = False,
+        correction: bool = False,
+        float32: bool = False,
+    ) -> None:
+        """`correction`: the checkpoint has `e_score_correction_bias`; `float32`: the layer is computed in
+        float32. Raises CheckpointError if a token cannot have so many experts."""
+        groups, top_groups = routing.groups, routing.top_groups
+        if experts % groups or not (1 <= top_groups <= groups):
+            raise CheckpointError(f"{experts} experts cannot be chosen in {top_groups} of {groups} groups")
+        if not 1 <= routing.top_k <= experts // groups * top_groups:
+            raise CheckpointError(f"a token cannot have {routing.top_k} of the {experts} experts")
+        self.routing, self.experts = routing, experts
+        self.dtype = torch.float32 if float32 else parameters.dtype
+        self.linear = replace(parameters, dtype=self.dtype).linear(
+            {name: experts}, hidden, bias, quantize=False
+        )
+        self.correction: torch.Tensor | None = None
+        if correction:
+            self.correction = parameters.empty(experts, dtype=torch.float32)
+            parameters.add(f"{name}.e_score_correction_bias", self.correction, fill="zeros")
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens, hidden] -> weights float32 and experts int64, [tokens, experts a token] each"""
+        return self.routing.choose(self.linear(x.to(self.dtype)), self.correction)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """gpt-oss' activation: (up + 1) * gate * sigmoid(alpha * gate), gate and up clamped."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """A matrix of all experts."""
+
+    values: torch.Tensor
+    """[experts, out, in]: weights, or codes of 8 bits; of 4 bits bytes, [experts, out, in / 2]"""
+    scale: torch.Tensor | None = None
+    """float32 [experts * out, 1], [experts * out / 128, in / 128] or [experts * out, in / group]"""
+    scaled: Literal["", "rows", "blocks", "groups"] = ""
+    zero: torch.Tensor | None = None
+    """As `scale`, of 4 bits, which alone are scaled by groups."""
+    group: int = 0
+
+
+ExpertTensorNames = tuple[str, str, str]
+"""Tensor names of an expert's gate, up and down projections in the checkpoint."""
+PROJECTIONS: ExpertTensorNames = ("gate_proj", "up_proj", "down_proj")
+
+
+class Experts:
+    """The experts of one layer: down(activation(gate(x)) * up(x)) each."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        count: int,
+        hidden: int,
+        inner: int,
+        *,
+        projections: ExpertTensorNames | None = PROJECTIONS,
+        bias: bool = False,
+        activation: str | ClampedSwiglu = "silu",
+    ) -> None:
+        """`projections` None: the checkpoint has all experts in one tensor, transposed, gate and up
+        interleaved, as gpt-oss has."""
+        self.hidden = hidden
+        self.total, self.first = count, 0
+        """Experts of all ranks; the first one of this rank."""
+        if parameters.shard.ep and parameters.shard.size > 1:
+            self.first, count = parameters.shard.split(count, "experts")
+            for expert in {*range(self.total)} - {*range(self.first, self.first + count)}:
+                for name in projections or ():
+                    parameters.leave(f"{expert}.{name}.weight")
+                    parameters.leave(f"{expert}.{name}.bias")
+            parameters = replace(parameters, shard=ONE_RANK)  # of each expert it has all
+        own = parameters.shard.split(inner, "inner values of an expert")
+        self.count, self.inner = count, own[1]
+        """Inner values of each expert on this rank."""
+        self.communicator = parameters.communicator
+        """With several ranks what comes out is this rank's part of a sum."""
+        self.activation = activation
+        self.quantized: list[tuple[Linear, Linear]] | None = None
+        """Each expert's gate_up and down where they stay quantized; the tensors below are then empty."""
+        self.merged: tuple[QuantizedWeight, QuantizedWeight] | None = None
+        """On a GPU: gate_up and down of all experts, one below the other."""
+        method = None
+        if projections is not None and not bias:
+            method = _method(parameters, hidden, inner, own[1], projections)
+        if projections is not None and method is not None:
+            if parameters.plan.on_gpu:
+                device = parameters.device
+                self.merged = (
+                    QuantizedWeight(method, count * 2 * own[1], hidden, device, stacked=True),
+                    QuantizedWeight(method, count * hidden, own[1], device, stacked=True),
+                )
+            self.quantized = [
+                self._expert(parameters, expert, hidden, projections, inner, own) for expert in range(count)
+            ]
+            count = 0
+        self.gate_up = parameters.empty(count, 2 * self.inner, hidden)
+        self.down = parameters.empty(count, hidden, self.inner)
+        self.gate_up_bias = parameters.empty(count, 2 * self.inner) if bias else None
+        self.down_bias = parameters.empty(count, hidden) if bias else None
+        if projections is None:
+            self._declare_merged(parameters, inner, own)
+        else:
+            for expert in range(count):
+                self._declare(parameters, expert, projections, inner, own)
+        if self.down_bias is not None and parameters.shard.rank:
+            self.down_bias = None  # rank 0 adds it
+
+    def _expert(
+        self,
+        parameters: Parameters,
+        expert: int,
+        hidden: int,
+        projections: ExpertTensorNames,
+        inner: int,
+        own: IndexRange,
+    ) -> tuple[Linear, Linear]:
+        """One that stays quantized. `inner`: of all ranks; `own`: the part of this one."""
+        parameters, (gate, up, down) = parameters.under(str(self.first + expert)), projections
+        into: tuple[QuantizedWeight | None, QuantizedWeight | None] = None, None
+        if self.merged is not None:
+            first, second = self.merged
+            into = first.rows(expert * 2 * own[1], 2 * own[1]), second.rows(expert * hidden, hidden)
+        rows = {gate: [own], up: [own]}
+        gate_up = parameters.linear({gate: inner, up: inner}, hidden, rows=rows, memory=into[0])
+        out = parameters.linear({down: hidden}, inner, columns=own, reduce=False, memory=into[1])
+        return gate_up, out
+
+    @property
+    def computable(self) -> bool:
+        """Whether kernels can read all experts: `matrices`."""
+        return self.quantized is None or self.merged is not None
+
+    def matrices(self) -> tuple[ExpertMatrix, ExpertMatrix]:
+        """gate_up and down, as kernels read them."""
+        if self.merged is not None:
+            first, second = self.merged
+            return _matrix(first, self.count), _matrix(second, self.count)
+        return ExpertMatrix(self.gate_up), ExpertMatrix(self.down)
+
+    def _declare(
+        self, parameters: Parameters, expert: int, projections: ExpertTensorNames, inner: int, own: IndexRange
+    ) -> None:
+        """`inner`: of all ranks; `own`: the part of this one."""
+        parameters, (gate, up, down) = parameters.under(str(self.first + expert)), projections
+        hidden, rows = self.down.shape[1], parameters.shard.cut(0, own)
+        inners, columns = torch.Size([inner, hidden]), parameters.shard.cut(1, own)
+        for name, target, shape, cut in (
+            (gate, self.gate_up[expert, : self.inner], inners, rows),
+            (up, self.gate_up[expert, self.inner :], inners, rows),
+            (down, self.down[expert], torch.Size([hidden, inner]), columns),
+        ):
+            convert = parameters.plan.rounding(None)
+            parameters.add(f"{name}.weight", target, shape=shape, convert=convert, cut=cut)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            for name, bias in zip(
+                (gate, up), torch.split(self.gate_up_bias[expert], self.inner), strict=True
+            ):
+                parameters.add(f"{name}.bias", bias, shape=inners[:1], fill="zeros", cut=rows)
+            parameters.add(f"{down}.bias", self.down_bias[expert], fill="zeros")
+
+    def _declare_merged(self, parameters: Parameters, inner: int, own: IndexRange) -> None:
+        """Gate and up of an inner value are neighbours."""
+        count, hidden, _ = self.down.shape
+        pairs, experts = times(own, 2), None
+        if count < self.total:
+            count, experts = self.total, TensorSlice(0, ((self.first, count),))
+        parameters.add(
+            "gate_up_proj",
+            self.gate_up,
+            shape=torch.Size([count, hidden, 2 * inner]),
+            convert=lambda tensor: _halves(tensor.transpose(1, 2)),
+            cut=experts or parameters.shard.cut(2, pairs),
+        )
+        parameters.add(
+            "down_proj",
+            self.down,
+            shape=torch.Size([count, inner, hidden]),
+            convert=lambda tensor: tensor.transpose(1, 2).contiguous(),
+            cut=experts or parameters.shard.cut(1, own),
+        )
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            parameters.add(
+                "gate_up_proj_bias",
+                self.gate_up_bias,
+                shape=torch.Size([count, 2 * inner]),
+                fill="zeros",
+                convert=_halves,
+                cut=experts or parameters.shard.cut(1, pairs),
+            )
+            shape = torch.Size([count, hidden])
+            parameters.add("down_proj_bias", self.down_bias, shape=shape, fill="zeros", cut=experts)
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden], weights and experts [tokens, n] -> float32 [tokens, hidden]: the weighted sum
+        of each token's experts, in the order of their numbers; of those of this rank."""
+        order = experts.flatten().argsort(stable=True)
+        tokens = order.div(experts.shape[1], rounding_mode="floor")
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        sizes = experts.flatten().bincount(minlength=self.total).tolist()
+        start = sum(sizes[: self.first])
+        for expert, size in enumerate(sizes[self.first : self.first + self.count]):
+            if size:
+                rows = tokens[start : start + size]
+                out = self._one(expert, x[rows])
+                total.index_add_(0, rows, out * weights.view(-1, 1)[order[start : start + size]])
+                start += size
+        return total
+
+    def dense(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """What `forward` computes, with each expert for all tokens: more products, but their sizes do not
+        depend on the data."""
+        table = torch.zeros(len(x), self.total, dtype=torch.float32, device=x.device)
+        table = table.scatter_(1, experts, weights)[:, self.first : self.first + self.count]
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in range(self.count):
+            total.addcmul_(self._one(expert, x).float(), table[:, expert, None])
+        return total
+
+    def _one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        if self.quantized is not None:
+            gate_up, down = self.quantized[expert]
+            return down(self._inner(*gate_up(x).chunk(2, -1)))
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
+        gate, up = F.linear(x, self.gate_up[expert], bias).chunk(2, -1)
+        bias = None if self.down_bias is None else self.down_bias[expert]
+        return F.linear(self._inner(gate, up), self.down[expert], bias)
+
+    def _inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.activation, str):
+            return ACTIVATIONS[self.activation](gate) * up
+        return self.activation(gate, up)
+
+
+def _method(
+    parameters: Parameters, hidden: int, inner: int, own: int, projections: ExpertTensorNames
+) -> WeightMethod | None:
+    """How expert 0 stays quantized, and so all; None: they do not. GPUs have no kernels for parts of blocks.
+    `own`: of `inner`, on this rank."""
+    gate, up, down = (f"{parameters.prefix}0.{name}.weight" for name in projections)
+    method = parameters.plan.method_of([gate, up], hidden)
+    if method is None or parameters.plan.method_of([down], inner) is None:
+        return None
+    plan = parameters.plan
+    if plan.on_gpu and (hidden % method.rows or inner % method.rows):
+        return None
+    if own % method.rows or (not plan.online and not method.fits(own)):
+        parameters.check_whole_blocks(down)
+    return method
+
+
+def _matrix(weight: QuantizedWeight, experts: int) -> ExpertMatrix:
+    codes = weight.codes.view(experts, -1, weight.codes.shape[1])
+    if weight.bits == 4:
+        return ExpertMatrix(codes, weight.scale, "groups", weight.zero, weight.group)
+    return ExpertMatrix(codes, weight.scale, "blocks" if weight.block > 1 else "rows")
+
+
+def _halves(interleaved: torch.Tensor) -> torch.Tensor:
+    """[experts, (gate, up) pairs, ...] -> gates, then ups"""
+    return torch.cat((interleaved[:, ::2], interleaved[:, 1::2]), 1)
+
+
+class Mixture:
+    """A feed-forward layer: a token's experts, and a shared expert if there is one, which has every token."""
+
+    def __init__(self, router: MoeGate, experts: Experts, shared: GatedMlp | None = None) -> None:
+        """`shared`: made with `reduce` false."""
+        self.router, self.experts, self.shared = router, experts, shared
+        self.kernels: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """What `forward` computes, where it must not wait for the host: `models.device_mixture`."""
+        self._communicator = experts.communicator
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        out = self._part(x) if self.kernels is None else self.kernels(x)
+        return out if self._communicator is None else self._communicator.all_reduce(out)
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.experts(x, *self.router(x)).to(x.dtype)
+        return out if self.shared is None else self.shared.add_to(out, x)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the same; `residual` may be overwritten."""
+        return residual.add_(self(x))

@@ -1,0 +1,184 @@
+"""Models in GGUF files: their configuration, and their tensors under the names of Hugging Face checkpoints.
+
+transformers' own GGUF reader is not used: it ignores `rope.scaling.*`, `rope_freqs` and
+`attention.key_length`, and unpacks the whole file at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.gguf_file import PIECE, GgufFile, opened
+from baton.layers.quantization.gguf import BLOCKS, decode
+from baton.layers.quantization.quantized_tensor import Parts
+from baton.layers.tensor_parallel import NO_CUTS, Cuts
+from baton.model_path import CheckpointError
+from baton.models.gguf_families import LAYER, OTHERS, common, family_of, layers
+
+_CONFIGURATION = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+"""Tensors that are read as part of the configuration."""
+
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def read_hf_config(file: GgufFile) -> Any:
+    """The transformers configuration of the model in a file. Raises CheckpointError."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    family = family_of(file)
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError(f"{file.path} lacks tensor token_embd.weight")
+    options = {"model_type": family.model_type, **common(file), **family.options(file)}
+    kind = options.pop("model_type")
+    return AutoConfig.for_model(kind, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], **options)
+
+
+class _Rows:
+    """Where a tensor of a Hugging Face checkpoint comes from: a tensor of the file, or one expert's part."""
+
+    def __init__(
+        self, file: GgufFile, name: str, expert: int | None = None, heads: int | None = None, add: float = 0.0
+    ) -> None:
+        """`heads`: the rows of each are interleaved; `add`: to each value."""
+        self._file, self._name, self._expert, self._add = file, name, expert, add
+        self.shape = file.shape(name)[0 if expert is None else 1 :]
+        self._order = None if heads is None else _halves(self.shape[0], heads)
+        self.kind = None if add or len(self.shape) != 2 else file.kind(name)
+        """The type of its blocks, where they can be read as they are."""
+
+    def read(self, rows: slice) -> FloatArray:
+        piece = self._file.unpack(self._name, self._index(rows))
+        return piece + np.float32(self._add) if self._add else piece
+
+    def blocks(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """[rows, bytes]"""
+        return self._file.blocks(self._name, self._index(slice(None)))
+
+    def _index(self, rows: slice) -> Any:
+        index: Any = rows if self._order is None else self._order[rows]
+        return index if self._expert is None else (self._expert, index)
+
+
+class _Half(_Rows):
+    """The gate (0) or the up projection (1) of one expert, which the file has below each other."""
+
+    def __init__(self, file: GgufFile, name: str, expert: int, half: int) -> None:
+        super().__init__(file, name, expert)
+        rows = self.shape[0] // 2
+        self.shape = (rows, *self.shape[1:])
+        self._order = np.arange(half * rows, (half + 1) * rows)
+
+
+class _LatentUp(_Rows):
+    """DeepSeek's projection from latents: the keys' part, which the file has transposed, and the values' of
+    each head in turn."""
+
+    def __init__(self, file: GgufFile, keys: str, values: str) -> None:
+        super().__init__(file, keys)
+        self._names = keys, values
+        (heads, rank, plain), (_, value, _) = file.shape(keys), file.shape(values)
+        self.shape = (heads * (plain + value), rank)
+
+    def read(self, rows: slice) -> FloatArray:
+        keys, values = (self._file.unpack(name, slice(None)) for name in self._names)
+        merged: FloatArray = np.concatenate((keys.swapaxes(1, 2), values), 1).reshape(self.shape)
+        return merged[rows]
+
+
+def _halves(count: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where the rows of a Hugging Face checkpoint's tensor are in one whose heads' rows are interleaved.
+
+    Rotation pairs each dimension with the one half a head away in Hugging Face checkpoints, and with the
+    next one in "llama" files: convert_hf_to_gguf.py interleaves the two halves of each head's rows.
+    """
+    return np.arange(count).reshape(heads, count // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _sources(file: GgufFile) -> dict[str, _Rows]:
+    """By the names of Hugging Face checkpoints; an unknown tensor keeps its name."""
+    family, count = family_of(file), layers(file)
+    heads = file.value("*.attention.head_count", int)
+    of_heads = {"attn_q": heads, "attn_k": file.value("*.attention.head_count_kv", int, heads)}
+    names = {**LAYER, **family.names}
+    projections = dict(zip(("gate", "up", "down"), family.experts[1:], strict=True))
+    found: dict[str, _Rows] = {}
+    for name in file.tensors:
+        if name in _CONFIGURATION:
+            continue
+        one = -1.0 if family.norms_plus_one and name.endswith("norm.weight") else 0.0
+        if not (match := re.fullmatch(r"blk\.(\d+)\.(.+)\.(weight|bias)", name)):
+            part, _, kind = name.rpartition(".")
+            found[f"{OTHERS[part]}.{kind}" if part in OTHERS else name] = _Rows(file, name, add=one)
+            continue
+        layer, part, kind = match.groups()
+        if int(layer) >= count:
+            continue  # it predicts further tokens
+        prefix = f"model.layers.{layer}."
+        experts = f"{prefix}{family.experts[0]}."
+        if part in ("attn_k_b", "attn_v_b") and family.model_type == "deepseek_v2":
+            keys, values = (f"blk.{layer}.{each}.weight" for each in ("attn_k_b", "attn_v_b"))
+            if f"blk.{layer}.attn_kv_b.weight" not in file.tensors:
+                if not {keys, values} <= file.tensors.keys():
+                    raise CheckpointError(f"{file.path} has {name} but not both of {keys} and {values}")
+                found[f"{prefix}self_attn.kv_b_proj.weight"] = _LatentUp(file, keys, values)
+        elif match := re.fullmatch(r"ffn_(gate|up|down)_exps", part):
+            for expert in range(file.shape(name)[0]):
+                found[f"{experts}{expert}.{projections[match[1]]}.{kind}"] = _Rows(file, name, expert)
+        elif part == "ffn_gate_up_exps":
+            for expert in range(file.shape(name)[0]):
+                for half, each in enumerate(("gate", "up")):
+                    source = _Half(file, name, expert, half)
+                    found[f"{experts}{expert}.{projections[each]}.{kind}"] = source
+        elif match := re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", part):  # files before April 2024
+            found[f"{experts}{match[2]}.{projections[match[1]]}.{kind}"] = _Rows(file, name)
+        else:
+            known = names.get(f"{part}.{kind}") or (f"{names[part]}.{kind}" if part in names else None)
+            interleaved = of_heads.get(part) if family.interleaved else None
+            found[prefix + known if known else name] = _Rows(file, name, heads=interleaved, add=one)
+    return found
+
+
+class GgufTensors:
+    """A file's tensors for the loader (`TensorFile`), unpacked in pieces when they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = opened(path)
+        self._sources = _sources(self._file)
+
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: list(source.shape) for name, source in self._sources.items()}
+
+    def quantized(self) -> frozenset[str]:
+        """Names of the matrices that can be read as groups of 4 bits."""
+        return frozenset(name for name, source in self._sources.items() if source.kind in BLOCKS)
+
+    def read(
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+    ) -> Parts:
+        for name in names:
+            source = self._sources[name]
+            if name in kept and source.kind in BLOCKS:
+                blocks = torch.from_numpy(np.require(source.blocks(), requirements=("C", "W")))
+                yield name, 0, decode(source.kind, blocks)
+                continue
+            count, *inner = source.shape
+            step = count if name in whole else max(1, PIECE // math.prod(inner))
+            for start in range(0, count, step):
+                piece = source.read(slice(start, start + step))
+                tensor = torch.from_numpy(np.require(piece, requirements="W"))
+                yield name, start, cuts[name].of(tensor) if name in cuts else tensor
+
+    def sample(self, update: Callable[[bytes], None]) -> None:
+        for name in sorted(self._file.tensors):
+            data = self._file.tensors[name].data.reshape(-1).view(np.uint8)
+            for offset in (0, data.size // 2, max(0, data.size - 64)):
+                update(data[offset : offset + 64].tobytes())
