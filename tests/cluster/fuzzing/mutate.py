@@ -73,7 +73,7 @@ def connection(rng: Random) -> Case:
         return Case(f"raw {where}", (rng.randbytes(rng.randint(1, 300)),))
     if where == "http":
         body = json.dumps(BODIES["/v1/completions"][0]).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         length = b"Content-Length: %d\r\n\r\n" % len(body)
         return Case("raw http", (break_bytes(head + length + body, rng),))
     frames = [frame(4, 0, 0, b"")]

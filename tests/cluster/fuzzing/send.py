@@ -88,7 +88,7 @@ class Sender:
 
     async def _http(self, case: Case, leave: bool) -> None:
         (body,) = case.messages
-        head = f"POST {case.target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {case.target} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         rest = f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         answer = await exchange(self._ports.http, [(head + rest).encode(), body], leave=leave)
         if leave:

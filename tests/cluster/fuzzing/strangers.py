@@ -138,7 +138,7 @@ class Stranger:
         headers = broken(case.way, self._keys.of(_is_operators(path), http=True))
         lines = [
             f"{verb} {path} HTTP/1.1".encode(),
-            b"Host: x",
+            b"Host: localhost",
             b"Connection: close",
             b"Content-Type: application/json",
             b"Content-Length: %d" % len(body),

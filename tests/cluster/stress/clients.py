@@ -163,7 +163,7 @@ async def by_http(address: str, judge: Judge, deadline: float, model: str) -> As
         body = json.dumps(
             {"model": model, "prompt": list(task.prompt), "stream": True, **task.request}
         ).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: baton\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         status = int((await reader.readuntil(b"\r\n")).split()[1])
         await reader.readuntil(b"\r\n\r\n")
