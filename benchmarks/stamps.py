@@ -32,7 +32,7 @@ received, pull, pulled, launching, launched: a decode node has received that mes
 copy, has ended; the first decode step with the request is planned, is launched."""
 
 _commit = PrefillSide.commit
-_event = shell._event
+_events = shell._events
 _events_from = peers.events_from
 _copied = PullTask._copied
 _launch = StepPipeline._launch
@@ -50,14 +50,14 @@ def stamped(file: int) -> None:
         if any(isinstance(output, FirstSampled) for _, output in self.outputs):
             stamp("read", now)
 
-    def event(output: Any) -> Any:
-        made = _event(output)
+    def events(output: Any, chunk_groups: bool) -> Iterator[Any]:
+        made = _events(output, chunk_groups)
         if isinstance(output, FirstSampled):
             stamp("sent")
         return made
 
-    def events_from(response: Any, vocab_size: int) -> Iterator[Any]:
-        for message in _events_from(response, vocab_size):
+    def events_from(response: Any, vocab_size: int, parts: Any) -> Iterator[Any]:
+        for message in _events_from(response, vocab_size, parts):
             if isinstance(message, FirstSampled):
                 stamp("received")
             yield message
@@ -78,7 +78,7 @@ def stamped(file: int) -> None:
         return launched
 
     PrefillSide.commit = commit  # type: ignore[method-assign]
-    shell._event = event
+    shell._events = events
     peers.events_from = events_from  # type: ignore[attr-defined]
     PullTask._copied = copied  # type: ignore[method-assign]
     StepPipeline._launch = launch  # type: ignore[method-assign]

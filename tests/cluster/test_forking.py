@@ -59,7 +59,7 @@ def test_spare_children_end_with_their_command(tmp_path, number):
     try:
         wait(lambda: "starting" in (tmp_path / "log").read_text(), "some of them are its children")
         family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) == SPARES
+        assert len(family) >= SPARES  # and processes that workers try grammars in
         process.send_signal(number)
         process.wait(60)
     finally:

@@ -168,11 +168,6 @@ WRONG = [
         "messages[0].images",
     ),
     ("messages", calls(type="custom"), "messages[0].tool_calls[0].type"),
-    (
-        "messages",
-        calls(function={"name": "f", "arguments": "{"}),
-        "messages[0].tool_calls[0].function.arguments",
-    ),
     ("tools", [WEATHER, WEATHER], "tools[1].function.name"),
     ("tools", tools(name="a b"), "tools[0].function.name"),
     ("tools", tools(parameters=[]), "tools[0].function.parameters"),

@@ -236,7 +236,7 @@ def test_resolve():
     with pytest.raises(NoBackend, match="'torch-mla' does not work on cpu: it is for models of latents"):
         resolve("torch-mla", CPU, features=frozenset({"scale"}))
     with pytest.raises(
-        NoBackend, match="known are auto, fa3, fa3-fixed, fa3-mla, flashinfer, mixed, torch, torch-lat"
+        NoBackend, match="known are auto, fa3, fa3-fixed, fa3-mla, flashinfer, mixed, torch, torch-mla"
     ):
         resolve("magic", CPU)
     gpus = BACKENDS.keys() - {"torch", "torch-mla"}

@@ -114,8 +114,8 @@ def test_what_could_never_fit_is_refused():
     engine.submit(1, range(room - 5), 5)
     with pytest.raises(Exception, match=f"exceed {room} tokens"):
         engine.submit(2, range(room - 5), 6)
-    with pytest.raises(Exception, match=f"{room} tokens; this node holds at most {room}"):
-        engine.submit(3, range(room), 1)
+    with pytest.raises(Exception, match=f"{room + 1} tokens; this node holds at most {room}"):
+        engine.submit(3, range(room + 1), 1)
     engine.run()
     engine.expect(1, range(room - 5), 5)
 

@@ -173,13 +173,13 @@ def kind_of_choice(given: Any) -> str:
     if isinstance(given, str):
         return "str"
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "")
-    return "AllowedChatTools" if kind == "allowed_tools" else "NamedChatTool"
+    return "AllowedTools" if kind == "allowed_tools" else "NamedTool"
 
 
 ChatToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")]
-    | Annotated[NamedChatTool, Tag("NamedChatTool")]
-    | Annotated[AllowedChatTools, Tag("AllowedChatTools")],
+    | Annotated[NamedChatTool, Tag("NamedTool")]
+    | Annotated[AllowedChatTools, Tag("AllowedTools")],
     Discriminator(kind_of_choice),
 ]
 

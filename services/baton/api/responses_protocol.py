@@ -65,8 +65,8 @@ class AllowedResponsesTools(Strict):
 
 ResponsesToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")]
-    | Annotated[NamedResponsesTool, Tag("NamedResponsesTool")]
-    | Annotated[AllowedResponsesTools, Tag("AllowedResponsesTools")],
+    | Annotated[NamedResponsesTool, Tag("NamedTool")]
+    | Annotated[AllowedResponsesTools, Tag("AllowedTools")],
     Discriminator(kind_of_choice),
 ]
 

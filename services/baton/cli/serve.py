@@ -119,7 +119,7 @@ def _add(role: str) -> None:
             from baton.worker.hosts import serve_host
 
             sys.exit(serve_host(settings, role))
-        process = importlib.import_module(f"baton.{role}.server")
+        process = importlib.import_module(f"baton.{'api' if role == 'gateway' else role}.server")
         from baton.rpc.node import run_process
 
         sys.exit(run_process(process.serve(settings)))

@@ -46,7 +46,9 @@ def peer_host(peer: str) -> str:
 def is_own_host(host: str, allowed: Collection[str] = ()) -> bool:
     """Whether this `Host` header, with or without a port, is an IP address, localhost or one of `allowed`;
     "*" among them is any. A browser sends another name if somebody's DNS points it here, and lets the scripts
-    of that name read the answer (DNS rebinding)."""
+    of that name read the answer (DNS rebinding). Probes may have no header, browsers always do."""
+    if not host:
+        return True
     name = (host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]).lower()
     if name == "localhost" or "*" in allowed or name in map(str.lower, allowed):
         return True
