@@ -69,7 +69,8 @@ class Scenario:
     def calm(self) -> float:
         """Time when the last fault, or poisonous request, has been over for a while."""
         ends = [fault.at + fault.seconds for fault in self.faults]
-        ends += [request.at for request in self.requests if request.params.seed in POISONS]
+        # One that ends processes without a word waits for its turn: it may do so until its deadline.
+        ends += [r.at + r.timeout for r in self.requests if r.params.seed in POISONS]
         if any(machine.pull_pace == SLOWEST_PACE for _, machine in self.decode):  # overload while any lives
             ends += [request.at + request.timeout for request in self.requests if not request.probe]
         return max(ends, default=0.0) + CALM_SECONDS
