@@ -48,8 +48,8 @@ def test_decode_wants_a_hello(decode, first):
         (several(several(Command(heartbeat=decode_pb2.DecodeHeartbeat()))), "INVALID_FIELD", "kind"),
         (
             several(*[Command(cancel=decode_pb2.DecodeCancel(request=1))] * 131_073),
-            "INVALID_FIELD",
-            "several",
+            "TOO_MANY_ENTRIES",
+            "message",
         ),
         (b"", "INVALID_FIELD", "kind"),
         (b"\xff", "MALFORMED_MESSAGE", "message"),

@@ -46,7 +46,7 @@ def test_prefill_two_hellos_and_malformed_messages(prefill, hello):
         (prefill_pb2.PrefillRequest(hello=hello), "INVALID_FIELD", "kind"),
         (several(prefill_pb2.PrefillRequest(hello=hello)), "INVALID_FIELD", "kind"),
         (several(several(prefill_pb2.PrefillRequest(heartbeat={}))), "INVALID_FIELD", "kind"),
-        (several(*[prefill_pb2.PrefillRequest(cancel={})] * 131_073), "INVALID_FIELD", "several"),
+        (several(*[prefill_pb2.PrefillRequest(cancel={})] * 131_073), "TOO_MANY_ENTRIES", "message"),
         (b"", "INVALID_FIELD", "kind"),
         (b"\xff", "MALFORMED_MESSAGE", "message"),
     ):

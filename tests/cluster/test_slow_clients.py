@@ -68,7 +68,7 @@ def deaf_clients(deployment: Deployment):
     """They have asked, and never read."""
     body = {"model": "model", "prompt": "x", "max_tokens": TOKENS, "stream": True, "temperature": 0}
     text = json.dumps({**body, "ignore_eos": True}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     host, _, port = deployment.gateway.http.rpartition(":")
     sampling = common_pb2.SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=20)
     start = inference_pb2.GenerateStart(id="0", text="x", sampling=sampling)
