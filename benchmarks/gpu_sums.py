@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from baton.layers.tensor_parallel import Shard
-from baton.ranks.communicator import Rendezvous, meet_on_gpus
 from baton.transport import cuda_runtime
+from baton.worker.ranks.communicator import Rendezvous, meet_on_gpus
 
 CALLS = 20
 SGL_BYTES = 2**23

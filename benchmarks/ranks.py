@@ -27,9 +27,9 @@ from baton.bench.machine import machine, versions
 from baton.config import DecodeConfig
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
-from baton.ranks.channel import Channel, ChannelClosed
-from baton.ranks.plan_codec import PlanDecoder, PlanEncoder
 from baton.worker.engine import Engine, build_engine
+from baton.worker.ranks.channel import Channel, ChannelClosed
+from baton.worker.ranks.plan_codec import PlanDecoder, PlanEncoder
 
 WARM_UP = 100
 PAGES = 64

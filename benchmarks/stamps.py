@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from baton.cli.main import main
-from baton.decode import peers
-from baton.decode.peers import PullTask
 from baton.engine.batch import Step
 from baton.engine.step_loop import StepPipeline
 from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import FirstSampled
-from baton.prefill import shell
 from baton.worker import engine
+from baton.worker.decode import peers
+from baton.worker.decode.peers import PullTask
+from baton.worker.prefill import shell
 
 EVENTS = ("read", "sent", "received", "pull", "pulled", "launching", "launched")
 """read, sent: a prefill node has read the results of a prompt's last chunk; its first token is in a message.

@@ -38,14 +38,14 @@ from make_shape import SHAPES, write_shape
 
 from baton.cli.console import table
 from baton.config import DecodeConfig
-from baton.decode.core import make_core
-from baton.decode.types import Key
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import StepPipeline
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.grammar.llguidance import LlguidanceMatcher
+from baton.worker.decode.core import make_core
+from baton.worker.decode.types import Key
 from baton.worker.engine import build_engine
 
 ROWS, KINDS = 64, {"64 free": 0, "32 free beside 32 constrained": 32, "64 constrained": 64}

@@ -22,8 +22,8 @@ from typing import Any
 
 from baton.api.server import GatewayNode
 from baton.cli.main import main as baton
-from baton.decode.server import DecodeNode
 from baton.tracing.recorder import CAPACITY, EventKind, Recorder
+from baton.worker.decode.server import DecodeNode
 
 
 def fill(recorder: Recorder) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import grpc.aio
 
-from baton.decode.stream import DecodeStream
 from baton.rpc.address import new_incarnation
 from baton.rpc.channel import server_options
 from baton.rpc.errors import cancelled, to_status
 from baton.rpc.node import run_process
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.worker.decode.stream import DecodeStream
 
 MOST_LATE = 0.1
 """Seconds of delayed steps that are caught up at most."""

@@ -45,8 +45,8 @@ IMPORTED = (
     "baton.cli.bench_step",
     "baton.api.server",
     "baton.tokenizer.server",
-    "baton.prefill.server",
-    "baton.decode.server",
+    "baton.worker.prefill.server",
+    "baton.worker.decode.server",
     "transformers.models.auto.configuration_auto",
     "transformers.models.auto.tokenization_auto",
     # By the first model that needs it: 1.3 s, as much as all of transformers above.

@@ -24,10 +24,10 @@ def prepare(arguments: list[str]) -> None:
     ranks = int(arguments[arguments.index("--tp") + 1]) if "--tp" in arguments else 1
     if ranks == 1:
         return
-    import baton.ranks.follower
-    import baton.ranks.followers
-    import baton.worker.follower
-    import baton.worker.hosts
+    import baton.worker.ranks.follower
+    import baton.worker.ranks.follower_main
+    import baton.worker.ranks.followers
+    import baton.worker.ranks.hosts
 
     spares: list[tuple[int, socket.socket]] = []
     for _ in range(ranks):
@@ -50,7 +50,7 @@ def prepare(arguments: list[str]) -> None:
                 message = array.array("i", [int(command[-1]), *pass_fds]).tobytes()
                 socket.send_fds(spare, [message], pass_fds)
 
-    baton.ranks.followers.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+    baton.worker.ranks.followers.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=Follower, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
 
@@ -70,7 +70,7 @@ def become(asked: socket.socket) -> int:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     Path("/proc/self/comm").write_text(NAME)
-    from baton.ranks.follower import main
+    from baton.worker.ranks.follower_main import main
 
     try:
         return main(argument)

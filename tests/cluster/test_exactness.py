@@ -17,7 +17,7 @@ from deployment import Deployment
 from process import Process
 from reference import Answer, Reference
 
-from baton.decode.core import LOCAL_PREFILL_TOKENS
+from baton.worker.decode.core import LOCAL_PREFILL_TOKENS
 
 WHOLE = os.environ.get("BATON_TEST_EXACTNESS") == "whole"
 MODELS = [*ARCHITECTURES, *MORE, *BY_TRANSFORMERS] if WHOLE else list(ARCHITECTURES)

@@ -196,14 +196,14 @@ spare_followers.prepare(["--tp", "2"])
 tempfile.tempdir = None  # what forks has asked for it with another environment
 from baton.config import DecodeConfig
 from baton.rpc import logs
-from baton.worker import ranks
 from baton.worker.engine import build_engine
+from baton.worker.ranks.leader import Ranks
 logs.configure("decode", "error", "json")  # not to the standard output
 if {moment!r} == "loading":
     def loaded(self, fingerprint):
         print(self.followers.processes[1].pid, flush=True)
         time.sleep(60)
-    ranks.Ranks.loaded = loaded
+    Ranks.loaded = loaded
 engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), {incarnation})
 if {moment!r} == "ending slowly":
     engine.ranks.followers.channels[1].close()

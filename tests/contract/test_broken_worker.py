@@ -9,12 +9,12 @@ import pytest
 from gateway_rig import until
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.decode.server import DecodeNode
-from baton.prefill.server import PrefillNode
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_status
 from baton.rpc.node import EXIT_BROKEN, run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.worker.decode.server import DecodeNode
+from baton.worker.prefill.server import PrefillNode
 
 
 class Broken:

@@ -12,15 +12,11 @@ from gateway_rig import gateway, tokenizer
 from google.protobuf import descriptor_pool
 from scripted_decode import LENGTH, ScriptedDecode, silent
 
-from baton.decode.messages import events_from
-from baton.decode.stream import DecodeStream, add_output
-from baton.decode.types import PromptOutput, TokensOutput
 from baton.engine.plan import Logprobs
 from baton.gateway.cache_view import CacheView
 from baton.gateway.decode_client import DecodeClient
 from baton.handoff.messages import AttemptName, FirstSampled
 from baton.kvcache.kv_events import TreeLog
-from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.errors import from_rpc_error, from_status
 from baton.rpc.message_size import MAX_ANSWER_BYTES
 from baton.rpc.tasks import Tasks
@@ -46,7 +42,11 @@ from baton.v1 import (
 )
 from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
+from baton.worker.decode.messages import events_from
+from baton.worker.decode.stream import DecodeStream, add_output
+from baton.worker.decode.types import PromptOutput, TokensOutput
 from baton.worker.embedder import check as check_embed
+from baton.worker.prefill.shell import PrefillShell, PrefillStream
 
 BOUNDED = {
     "Inference.ListModels": "one model",

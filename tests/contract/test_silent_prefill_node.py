@@ -9,10 +9,10 @@ import grpc.aio
 from gateway_rig import until
 
 from baton.config import DecodeConfig
-from baton.decode.server import DecodeNode
 from baton.rpc.channel import open_channel
 from baton.rpc.node import run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from baton.worker.decode.server import DecodeNode
 
 HANDOFF_SECONDS = 6.0
 """Long enough for some heartbeats, of one a second."""

@@ -12,12 +12,12 @@ import pytest
 from gateway_rig import until
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.decode.server import DecodeNode
-from baton.prefill.server import PrefillNode
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.node import run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.worker.decode.server import DecodeNode
+from baton.worker.prefill.server import PrefillNode
 
 pytestmark = pytest.mark.times
 

@@ -31,10 +31,10 @@ from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
-from baton.ranks.runner import RanksLost
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import BatonError
 from baton.worker.engine import Engine, build_engine
+from baton.worker.ranks.runner import RanksLost
 
 PAGE = 64
 LENGTHS = (5, 63, 130, 1, 64, 200)
@@ -296,7 +296,7 @@ def told_when_it_gave_up(count: int, size: int) -> list[bool]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_step_without_the_other_rank_ends(checkpoint, monkeypatch, by, place):
-    monkeypatch.setattr("baton.worker.ranks.COLLECTIVE_SECONDS", 10.0)
+    monkeypatch.setattr("baton.worker.ranks.leader.COLLECTIVE_SECONDS", 10.0)
     with engine_of(checkpoint, 2, "bfloat16", place) as engine:
         step(engine)
         (follower,) = engine.ranks.followers.processes.values()

@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing
 
 from baton.layers.tensor_parallel import Shard
-from baton.ranks.communicator import Rendezvous, meet_on_gpus
+from baton.worker.ranks.communicator import Rendezvous, meet_on_gpus
 
 SIZES = [
     pytest.param("cuda:0", 2, id="one-gpu-2"),

@@ -14,7 +14,7 @@ from baton.cli.health import health
 from baton.discovery.dns import parse_name
 from baton.gateway.authentication import GatewayAuthentication
 from baton.rpc.authentication import ClusterAuthentication, ClusterCredentials, check_address
-from baton.worker.hosts import check_hosts
+from baton.worker.ranks.hosts import check_hosts
 
 STOP_SECONDS = 15.0
 """After the drain a process may take 5 s of air and 10 s to stop (rpc/node.py)."""
@@ -187,7 +187,7 @@ def test_all_pods_of_a_group_start_one_worker(helm, monkeypatch):
     assert configs[0] == configs[1] and len(configs) == size == 2
     assert (configs[0].nnodes, configs[0].tp) == (2, 4)
     assert configs[0].master == f"baton-decode-0.baton-decode.{NAMESPACE}:29500"
-    monkeypatch.setattr("baton.worker.hosts.is_loopback", lambda host: False)
+    monkeypatch.setattr("baton.worker.ranks.hosts.is_loopback", lambda host: False)
     check_hosts(dataclasses.replace(configs[0], cluster_secret_file="", insecure=True))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hash_runner import HashRunner
 
 from baton.config import DecodeConfig
-from baton.decode.core import DecodeCore
-from baton.decode.types import FailedOutput, Key
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import StepPipeline
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.worker.decode.core import DecodeCore
+from baton.worker.decode.types import FailedOutput, Key
 
 STEP = 0.02
 PAGES, SIZE, ROWS = 400, 4, 8

@@ -3,9 +3,9 @@ waits for it."""
 
 from decode_node import Node
 
-from baton.decode.stream import add_output
-from baton.decode.types import Admitted, FailedOutput, TokensOutput
 from baton.v1 import decode_pb2
+from baton.worker.decode.stream import add_output
+from baton.worker.decode.types import Admitted, FailedOutput, TokensOutput
 
 
 def admitted(node):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from baton.config import DecodeConfig
-from baton.decode.server import DecodeNode
 from baton.v1 import node_pb2
+from baton.worker.decode.server import DecodeNode
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from baton.decode import stream
-from baton.decode.stream import DecodeStream, add_output, merge
-from baton.decode.types import DoneOutput, TokensOutput
 from baton.engine.plan import Logprobs
 from baton.engine.request import EngineFinishReason
 from baton.v1 import common_pb2, decode_pb2
+from baton.worker.decode import stream
+from baton.worker.decode.stream import DecodeStream, add_output, merge
+from baton.worker.decode.types import DoneOutput, TokensOutput
 from virtual_time import skip_waits
 
 

@@ -6,8 +6,6 @@ import pytest
 from decode_node import PAGES, SIZE, Node, Runner
 from test_attempts import A, B, attempts, placed
 
-from baton.decode.prompt_routing import CANCEL_SECONDS
-from baton.decode.types import MAX_FAILED_STEPS, DoneOutput, FailedOutput, Key, Peer
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
@@ -24,8 +22,10 @@ from baton.handoff.messages import (
     StartPrefill,
 )
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
-from baton.prefill.core import PrefillCore
 from baton.rpc.errors import BatonError, unavailable
+from baton.worker.decode.prompt_routing import CANCEL_SECONDS
+from baton.worker.decode.types import MAX_FAILED_STEPS, DoneOutput, FailedOutput, Key, Peer
+from baton.worker.prefill.core import PrefillCore
 
 STEP_FAILED = unavailable("the step could not be computed", "STEP_FAILED")
 NODE_FAILED = unavailable("the node ended", "NODE_FAILED")
@@ -320,8 +320,8 @@ def test_a_node_that_fails_with_a_request_counts_as_a_resume():
 
 
 def test_the_limits_of_both_sides_agree():
-    from baton.decode import suspects, types
     from baton.gateway import resume as gateway
+    from baton.worker.decode import suspects, types
 
     assert suspects.PROVEN_TOKENS == gateway.PROVEN_TOKENS and types.STEP_FAILURES == gateway.STEP_FAILURES
     assert gateway.MAX_FAILED_STEPS == MAX_FAILED_STEPS == 2

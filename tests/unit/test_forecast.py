@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from baton.decode import admission_control
-from baton.decode.admission_control import FORECAST_SECONDS, MARGIN, AdmissionControl, Rates, forecast
 from baton.engine.batch import Step
 from baton.engine.plan import PlanRow, StepPlan
 from baton.engine.request import EngineRequest, SequencePhase
@@ -14,6 +12,8 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_stats import WATCHDOG_FACTOR, MovingAverage, StepStats
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.step_cost import CostCalibration, StepCost
+from baton.worker.decode import admission_control
+from baton.worker.decode.admission_control import FORECAST_SECONDS, MARGIN, AdmissionControl, Rates, forecast
 
 RATES = Rates(step=0.01, first=0.5, output=20.0)
 STOP = frozenset({0})

@@ -2,8 +2,6 @@
 
 from decode_node import Node
 
-from baton.decode.messages import sampling_to
-from baton.decode.types import DoneOutput, FailedOutput, Key, Peer
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
@@ -13,6 +11,8 @@ from baton.handoff.messages import AttemptName, PrefillFailed
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.rpc.validate import check_sampling
 from baton.worker.convert import sampling_from
+from baton.worker.decode.messages import sampling_to
+from baton.worker.decode.types import DoneOutput, FailedOutput, Key, Peer
 
 SPEC = GrammarSpec("regex", "a+")
 

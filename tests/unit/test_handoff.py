@@ -15,8 +15,6 @@ import pytest
 from hash_runner import HashRunner, reference
 
 from baton.config import DecodeConfig
-from baton.decode.core import DecodeCore
-from baton.decode.types import DoneOutput, FailedOutput, Key, Peer, PromptOutput, TokensOutput
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -39,6 +37,8 @@ from baton.handoff.messages import (
 )
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_map import PageUse
+from baton.worker.decode.core import DecodeCore
+from baton.worker.decode.types import DoneOutput, FailedOutput, Key, Peer, PromptOutput, TokensOutput
 
 SIZE = 4
 PULL = 5.0

@@ -28,8 +28,8 @@ from baton.handoff.messages import (
 )
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_groups import FULL
-from baton.prefill.core import PrefillCore
 from baton.tracing.recorder import EventKind, Recorder
+from baton.worker.prefill.core import PrefillCore
 
 NAME = AttemptName(7, 1, 0, 0)
 PROMPT = tuple(range(10))

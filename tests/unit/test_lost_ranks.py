@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from baton.config import DecodeConfig
-from baton.decode.server import DecodeNode
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
-from baton.ranks.channel import CollectiveError
-from baton.ranks.followers import Followers
-from baton.ranks.messages import End
-from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError, failed_precondition
+from baton.worker.decode.server import DecodeNode
 from baton.worker.engine import build_engine, measure_steps
-from baton.worker.follower import Follower
+from baton.worker.ranks.channel import CollectiveError
+from baton.worker.ranks.follower import Follower
+from baton.worker.ranks.followers import Followers
+from baton.worker.ranks.messages import End
+from baton.worker.ranks.runner import RankedRunner, RanksLost
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ SECONDS = 60.0
 @pytest.fixture
 def engine(monkeypatch):
     """Of two ranks; rank 0 waits 2 seconds for the other."""
-    monkeypatch.setattr("baton.worker.ranks.COLLECTIVE_SECONDS", 2.0)
+    monkeypatch.setattr("baton.worker.ranks.leader.COLLECTIVE_SECONDS", 2.0)
     engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), INCARNATION)
     started = time.monotonic()
     try:

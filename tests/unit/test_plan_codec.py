@@ -19,10 +19,10 @@ from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
 from baton.kvcache import NO_PAGE
 from baton.layers.tensor_parallel import Shard
-from baton.ranks.channel import Channel, ChannelClosed, ChannelError
-from baton.ranks.messages import End, Failed, Loaded, MakePool, Meet, Message, Ready, Setup, Started
-from baton.ranks.plan_codec import PlanDecoder, PlanEncoder
 from baton.rpc.authentication import ClusterCredentials, ClusterTls
+from baton.worker.ranks.channel import Channel, ChannelClosed, ChannelError
+from baton.worker.ranks.messages import End, Failed, Loaded, MakePool, Meet, Message, Ready, Setup, Started
+from baton.worker.ranks.plan_codec import PlanDecoder, PlanEncoder
 
 
 def random_plan(rng, number, tables):

@@ -14,7 +14,7 @@ from baton.engine.scheduler import SchedulerConfig
 from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, LeaseFinished, PrefillFailed
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_map import PageUse
-from baton.prefill.core import FULL_STEP, make_core
+from baton.worker.prefill.core import FULL_STEP, make_core
 
 LIMITS = SchedulerConfig(context_length=100, token_budget=16, max_rows=4)
 

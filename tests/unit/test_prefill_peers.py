@@ -1,4 +1,4 @@
-"""decode.peers: which prefill nodes are usable, and that forgotten addresses make room for others."""
+"""worker.decode.peers: which prefill nodes are usable, and that forgotten addresses make room for others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from baton.config import DecodeConfig
-from baton.decode import peers as module
-from baton.decode.peers import FORGET_SECONDS, PrefillPeer, PrefillPeers
 from baton.handoff.messages import AttemptName, Beat, CancelPrefill, StartPull
 from baton.rpc.errors import BatonError, unavailable
 from baton.v1 import common_pb2, prefill_pb2
+from baton.worker.decode import peers as module
+from baton.worker.decode.peers import FORGET_SECONDS, PrefillPeer, PrefillPeers
 from virtual_time import skip_waits
 
 LAYOUT = common_pb2.Layout(model_fingerprint="m", page_size=16, version=1)

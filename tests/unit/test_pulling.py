@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from baton.decode.peers import PullTask
 from baton.handoff.messages import StartPull
 from baton.transport.base import TransportError
+from baton.worker.decode.peers import PullTask
 
 EFFECT = StartPull("p0", 7, ((1, 2), (3, 4)), step=5)
 

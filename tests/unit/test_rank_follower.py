@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from baton.ranks import follower
+from baton.worker.ranks import follower_main
 
 SLEEPING = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
 
@@ -19,7 +19,7 @@ def ended(parent: int) -> threading.Event:
     event = threading.Event()
 
     def watch() -> None:
-        follower.wait_for_end(parent)
+        follower_main.wait_for_end(parent)
         event.set()
 
     threading.Thread(target=watch, daemon=True).start()
@@ -39,7 +39,7 @@ def test_a_parent_has_ended_with_its_last_thread():
 
 def test_a_parent_that_never_ends_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch):
     """One that is no parent any more, as when its driver hangs."""
-    monkeypatch.setattr(follower, "PARENT_LOST_SECONDS", 0.5)
+    monkeypatch.setattr(follower_main, "PARENT_LOST_SECONDS", 0.5)
     with subprocess.Popen(SLEEPING, stdout=subprocess.PIPE) as other:
         event = ended(other.pid)
         assert not event.wait(0.2) and event.wait(5)
@@ -50,8 +50,8 @@ def test_where_no_process_can_be_waited_for_the_parent_becomes_another(monkeypat
     def refuse(_: int) -> int:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(follower.os, "pidfd_open", refuse)
+    monkeypatch.setattr(follower_main.os, "pidfd_open", refuse)
     event = ended(os.getppid())
     assert not event.wait(0.5)
-    monkeypatch.setattr(follower.os, "getppid", lambda: -1)
+    monkeypatch.setattr(follower_main.os, "getppid", lambda: -1)
     assert event.wait(5)

@@ -18,16 +18,16 @@ import torch
 import certificates
 from baton.config import DecodeConfig
 from baton.layers.tensor_parallel import Shard
-from baton.ranks.channel import Channel, ChannelClosed, ChannelError
-from baton.ranks.hosts import PAGES, PLANS, Join, JoinError, Master, join
-from baton.ranks.messages import End, Loaded, Setup, Started
-from baton.ranks.pages import PagesOfHosts, Part, RemotePart, serve_pages
-from baton.ranks.secret_tls import tls_of_secret
 from baton.rpc.authentication import ClusterCredentials, ClusterTls
 from baton.rpc.errors import BatonError
 from baton.transport import HostPages, TransportError
-from baton.worker.follower import Follower
-from baton.worker.hosts import check_hosts, master_address
+from baton.worker.ranks.channel import Channel, ChannelClosed, ChannelError
+from baton.worker.ranks.follower import Follower
+from baton.worker.ranks.hosts import check_hosts, master_address
+from baton.worker.ranks.messages import End, Loaded, Setup, Started
+from baton.worker.ranks.pages import PagesOfHosts, Part, RemotePart, serve_pages
+from baton.worker.ranks.rendezvous import PAGES, PLANS, Join, JoinError, Master, join
+from baton.worker.ranks.secret_tls import tls_of_secret
 
 SECRET = "a secret of sixteen or more"
 CLUSTER = ClusterCredentials(SECRET)
@@ -114,7 +114,7 @@ def test_a_stranger_is_closed_out(master, garbage):
 
 
 def test_a_stranger_who_says_little_by_little_is_closed_out(master, monkeypatch):
-    monkeypatch.setattr("baton.ranks.hosts.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("baton.worker.ranks.rendezvous.HANDSHAKE_SECONDS", 0.3)
     hello, said = b"\x16\x03\x01\x00\x40" + bytes(64), 0
     with socket.create_connection(("127.0.0.1", master.port), SECONDS) as stranger:
         stranger.settimeout(0.1)
@@ -131,8 +131,8 @@ def test_a_stranger_who_says_little_by_little_is_closed_out(master, monkeypatch)
 
 
 def test_more_strangers_than_handshakes_at_a_time_keep_nobody_out(monkeypatch):
-    monkeypatch.setattr("baton.ranks.hosts.MAX_HANDSHAKES", 2)
-    monkeypatch.setattr("baton.ranks.hosts.HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr("baton.worker.ranks.rendezvous.MAX_HANDSHAKES", 2)
+    monkeypatch.setattr("baton.worker.ranks.rendezvous.HANDSHAKE_SECONDS", 1.0)
     master = Master("127.0.0.1", 0, CLUSTER, [(1, PLANS)], {"--dtype": "float32"})
     with contextlib.ExitStack() as strangers:
         for _ in range(2):
@@ -419,7 +419,7 @@ async def test_a_host_that_is_lost_fails_reads_and_writes():
 
 async def test_a_write_to_a_host_that_does_not_answer_ends_only_with_the_worker(monkeypatch):
     """That host may write later what it was sent, into pages that another sequence would have by then."""
-    monkeypatch.setattr("baton.ranks.pages.ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("baton.worker.ranks.pages.ANSWER_SECONDS", 0.05)
     ours, theirs = socket.socketpair()
     other, there = RemotePart(Part(0, PAGE), Channel(ours, SECONDS)), Channel(theirs, SECONDS)
     lost, ended = threading.Event(), threading.Event()
@@ -495,13 +495,13 @@ def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 29500))]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr("baton.worker.hosts.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("baton.worker.ranks.hosts.RETRY_SECONDS", 0.01)
     flags = {"nnodes": 2, "tp": 2, "master": "first.pods:29500", "insecure": True}
     for rank in (0, 1):
         check_hosts(DecodeConfig(**flags, node_rank=rank))
     assert master_address(DecodeConfig(**flags)) == ("first.pods", 29500, "192.0.2.1")
     answers += [OSError(-2, "not known")] * 1000
-    monkeypatch.setattr("baton.worker.hosts.NAME_SECONDS", 0.05)
+    monkeypatch.setattr("baton.worker.ranks.hosts.NAME_SECONDS", 0.05)
     with pytest.raises(BatonError, match=r"'first\.pods' is not known here"):
         master_address(DecodeConfig(**flags))
 

@@ -7,20 +7,20 @@ from types import SimpleNamespace
 import pytest
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.decode.messages import events_from, request_for
-from baton.decode.shell import DecodeShell
-from baton.decode.stream import DecodeStream
-from baton.decode.types import DecodeCounters, DoneOutput
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.handoff.decode_handoff import HandoffCounters
 from baton.handoff.messages import AttemptName, ChunkAnnounced, GroupPages, StartPrefill
 from baton.handoff.prefill_attempt import PrefillCounters
 from baton.handoff.pull_cost import PullCost
-from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.tracing.recorder import EventKind, Recorder
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
+from baton.worker.decode.messages import events_from, request_for
+from baton.worker.decode.shell import DecodeShell
+from baton.worker.decode.stream import DecodeStream
+from baton.worker.decode.types import DecodeCounters, DoneOutput
+from baton.worker.prefill.shell import PrefillShell, PrefillStream
 from baton.worker.shell import WorkerShell
 
 INFO = node_pb2.ModelInfo(vocab_size=100, context_length=64)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from decode_node import Node
 from test_attempts import LOST, A, B, attempts, placed
 
-from baton.decode.types import Key, TokensOutput, Turn
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.gateway.resume import PROVEN_TOKENS, ResumeAttempts
 from baton.grammar.base import GrammarSpec
 from baton.rpc.errors import BatonError
 from baton.v1 import decode_pb2
+from baton.worker.decode.types import Key, TokensOutput, Turn
 
 
 def lost(*made, turn=None):

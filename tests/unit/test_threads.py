@@ -13,12 +13,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from baton.grammar.base import GrammarError, GrammarSpec
 from baton.grammar.compiler import GrammarCompiler
-from baton.ranks import follower as follower_process
-from baton.ranks.channel import Channel
-from baton.ranks.followers import EXIT_LOST
 from baton.tracing.recorder import EventKind, Recorder
 from baton.tracing.spans import Spans
-from baton.worker import follower as worker_follower
+from baton.worker.ranks import follower, follower_main
+from baton.worker.ranks.channel import Channel
+from baton.worker.ranks.followers import EXIT_LOST
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -67,10 +66,10 @@ def test_spans_that_cannot_be_made_are_lost_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_host_whose_pages_cannot_be_served_ends(monkeypatch: pytest.MonkeyPatch, exits: list[int]) -> None:
-    monkeypatch.setattr(worker_follower, "PAGES_SECONDS", 0.0)
+    monkeypatch.setattr(follower, "PAGES_SECONDS", 0.0)
     ours, theirs = socket.socketpair()
     Channel(theirs, 5.0).send_bytes(b"short")
-    worker_follower._serve(Channel(ours, 5.0), memoryview(bytearray(64)), 64)
+    follower._serve(Channel(ours, 5.0), memoryview(bytearray(64)), 64)
     assert exits == [EXIT_LOST]
 
 
@@ -80,7 +79,7 @@ def test_a_follower_that_cannot_watch_its_parent_ends(
     def fail(parent: int) -> None:
         raise ValueError("filedescriptor out of range in select()")
 
-    monkeypatch.setattr(follower_process, "wait_for_end", fail)
+    monkeypatch.setattr(follower_main, "wait_for_end", fail)
     with pytest.raises(ValueError, match="out of range"):
-        follower_process._end_with(1, [])
+        follower_main._end_with(1, [])
     assert exits == [EXIT_LOST]

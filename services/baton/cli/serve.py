@@ -116,7 +116,7 @@ def _add(role: str) -> None:
             hold_lifeline()
         settings = build(config, values, defaults)
         if isinstance(settings, WorkerConfig) and settings.node_rank:
-            from baton.worker.hosts import serve_host
+            from baton.worker.ranks.hosts import serve_host
 
             sys.exit(serve_host(settings, role))
         process = importlib.import_module(f"baton.{'api' if role == 'gateway' else role}.server")

@@ -1,3 +1,3 @@
 """The hand-off of a prompt from a prefill node to a decode node: leases, and the state machines of the two
-sides (`prefill_side`, `decode_side`), which exchange plain `messages`. Pure: the shells in prefill/ and
-decode/ send the messages."""
+sides (`prefill_side`, `decode_side`), which exchange plain `messages`. Pure: the shells of the workers
+send the messages."""

@@ -23,13 +23,13 @@ from baton.handoff.pulls import Pull, Pulls
 from baton.kvcache import BlockTable, KvCacheManager, KvGroup, PageAllocator
 from baton.kvcache.tree_node import PageRow
 from baton.kvcache.window_pages import WindowPages
-from baton.prefill.core import PrefillCore
-from baton.ranks.plan_codec import PlanDecoder, Table, Tables
-from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
 from baton.sim.planting import Bug, PlantedChange, Wrong
 from baton.sim.ranks import Collective, SimRanks
 from baton.sim.transport import SimPull as SimPull
+from baton.worker.prefill.core import PrefillCore
+from baton.worker.ranks.plan_codec import PlanDecoder, Table, Tables
+from baton.worker.ranks.runner import RankedRunner, RanksLost
 
 BUGS: dict[str, Bug] = {}
 

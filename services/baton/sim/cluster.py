@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from baton.decode.messages import request_for
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.handoff.messages import AttemptName, CancelPrefill, ReleaseLease, StartPrefill
 from baton.kvcache import BlockTable
-from baton.ranks.runner import RanksLost
 from baton.sim.checks import Audit, Ledger
 from baton.sim.decode import SimDecode
 from baton.sim.faults import Fault
@@ -22,6 +20,8 @@ from baton.sim.process import SimProcess, Worker
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Actor, Trace, Violation, World
 from baton.v1 import prefill_pb2
+from baton.worker.decode.messages import request_for
+from baton.worker.ranks.runner import RanksLost
 
 _LOOK_EVERY = 16
 """Events between two checks whether everything has come to rest."""

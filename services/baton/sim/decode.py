@@ -1,14 +1,10 @@
-"""A simulated decode process: decode.shell over simulated streams and pulls."""
+"""A simulated decode process: worker.decode.shell over simulated streams and pulls."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
 from baton.config import DecodeConfig
-from baton.decode.core import DecodeCore
-from baton.decode.peers import PrefillPeer, PrefillPeers
-from baton.decode.shell import DecodeShell
-from baton.decode.types import DecodeOutput
 from baton.handoff.fetch import DecodeSide
 from baton.handoff.messages import DecodeEffect, StartPull
 from baton.rpc.errors import BatonError
@@ -20,6 +16,10 @@ from baton.sim.tasks import sleep
 from baton.sim.transport import SimPull, SimReceiver
 from baton.sim.world import Violation
 from baton.v1 import common_pb2, decode_pb2
+from baton.worker.decode.core import DecodeCore
+from baton.worker.decode.peers import PrefillPeer, PrefillPeers
+from baton.worker.decode.shell import DecodeShell
+from baton.worker.decode.types import DecodeOutput
 
 
 class CheckedStream(VirtualDecodeStream):

@@ -7,9 +7,9 @@ from typing import Any, Generic
 
 from baton.engine.batch import Step
 from baton.engine.step_loop import CALLS_SECONDS, TICK_SECONDS, C, Launched, StepPipeline
-from baton.ranks.runner import RanksLost
 from baton.sim.model import Escaped
 from baton.sim.world import Actor, World
+from baton.worker.ranks.runner import RanksLost
 
 
 def _crash(error: BaseException) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from google.rpc import status_pb2
 
-from baton.decode.messages import sampling_to
 from baton.gateway.decode_client import Liveness
 from baton.gateway.node_load import NodeLoad
 from baton.gateway.resume import ResumeAttempts, ResumePolicy, Wait
@@ -23,6 +22,7 @@ from baton.sim.scenario import GatewaySettings, RequestSpec
 from baton.sim.world import Violation
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 from baton.worker.convert import prompt_logprobs_from
+from baton.worker.decode.messages import sampling_to
 
 POLICY = "least-loaded"
 """Routing policy. Cache views are not simulated."""

@@ -16,9 +16,9 @@ from itertools import pairwise
 
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit, StepPlan, StepResult
 from baton.kvcache import NO_PAGE
-from baton.ranks.channel import CollectiveError
 from baton.sim.grammar import SimGrammar, SimMatcher
 from baton.sim.world import Violation
+from baton.worker.ranks.channel import CollectiveError
 
 VOCAB = 997
 ENTRY_BYTES = 8

@@ -1,4 +1,4 @@
-"""A simulated prefill process: prefill.shell over simulated streams."""
+"""A simulated prefill process: worker.prefill.shell over simulated streams."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 from baton.config import PrefillConfig
 from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, LeaseFinished, PrefillOutput
-from baton.prefill.core import PrefillCore
-from baton.prefill.shell import PrefillShell
 from baton.sim.network import Host, Network
 from baton.sim.process import Machine, Worker
 from baton.sim.streams import SimStreams, VirtualPrefillStream
 from baton.v1 import common_pb2
+from baton.worker.prefill.core import PrefillCore
+from baton.worker.prefill.shell import PrefillShell
 
 
 class SimPrefill(PrefillShell, Worker[PrefillCore]):

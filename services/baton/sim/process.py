@@ -16,7 +16,6 @@ from baton.kvcache import NO_PAGE, KvCacheManager, KvGroup, PageAllocator, Prefi
 from baton.kvcache.kv_groups import peak
 from baton.kvcache.page_allocator import PageState
 from baton.layers.tensor_parallel import Shard
-from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
 from baton.sim.grammar import SimGrammar
@@ -29,6 +28,7 @@ from baton.sim.tasks import Task
 from baton.sim.world import Actor, Violation, World
 from baton.tracing.recorder import Recorder
 from baton.v1 import common_pb2, node_pb2
+from baton.worker.ranks.runner import RankedRunner, RanksLost
 from baton.worker.shell import LOST_SECONDS, C, WorkerShell
 
 HOP_SECONDS = 0.0001

@@ -1,9 +1,10 @@
 """The ranks of a simulated worker: each executes the same plans at its own pace, and waits for the others in
 collectives.
 
-Real are the plans' messages (ranks.plan_codec), what rank 0 does with a plan and with a lost rank
-(ranks.runner), and which heads a rank holds and copies (layers.shard). The collectives are in the place of
-torch.distributed: matched by their number alone, each with a time limit, and failing when a rank is gone.
+Real are the plans' messages (worker.ranks.plan_codec), what rank 0 does with a plan and with a lost rank
+(worker.ranks.runner), and which heads a rank holds and copies (layers.tensor_parallel). The collectives are
+in the place of torch.distributed: matched by their number alone, each with a time limit, and failing when a
+rank is gone.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.layers.tensor_parallel import Shard
-from baton.ranks.channel import ChannelClosed
-from baton.ranks.plan_codec import PlanDecoder
 from baton.sim.model import SimLaunchedStep, SimRunner, View, combined
 from baton.sim.world import Actor, World
+from baton.worker.ranks.channel import ChannelClosed
+from baton.worker.ranks.plan_codec import PlanDecoder
 
 PARENT_SECONDS = 0.1
-"""A follower ends so long after rank 0 at most; as in ranks.follower."""
+"""A follower ends so long after rank 0 at most; as in worker.ranks.follower_main."""
 RESET_SECONDS = 0.001
 """From the end of a rank until others see that its connections are gone."""
 
@@ -259,7 +260,7 @@ def result(found: Collective) -> Any:
 
 
 class SimChannel:
-    """ranks.runner.PlanChannel to a follower: plans arrive in order."""
+    """worker.ranks.runner.PlanChannel to a follower: plans arrive in order."""
 
     def __init__(self, ranks: SimRanks, follower: Rank) -> None:
         self._ranks = ranks

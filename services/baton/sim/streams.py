@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-from baton.decode.stream import DecodeStream
-from baton.prefill.shell import PrefillStream
 from baton.rpc.errors import BatonError
 from baton.sim.network import Endpoint
 from baton.sim.world import Actor, World
 from baton.worker.caller_stream import CallerStream, Service
+from baton.worker.decode.stream import DecodeStream
+from baton.worker.prefill.shell import PrefillStream
 
 WriteEvent = Callable[[Any], object]
 

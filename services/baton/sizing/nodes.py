@@ -8,16 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.decode.core import DecodeCore
-from baton.decode.peers import PrefillPeer, PrefillPeers
-from baton.decode.shell import DecodeShell
 from baton.engine.batch import Step
 from baton.engine.step_loop import StepPipeline
 from baton.engine.timed_runner import TimedRunner
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_events import TreeEvents, TreeLog
-from baton.prefill.core import PrefillCore
-from baton.prefill.shell import PrefillShell
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
 from baton.sim.streams import VirtualDecodeStream, VirtualPrefillStream
@@ -28,7 +23,12 @@ from baton.step_cost import CostCalibration
 from baton.tracing.recorder import Recorder
 from baton.transport.base import ignore_time
 from baton.v1 import cache_pb2, common_pb2, decode_pb2, node_pb2, prefill_pb2
+from baton.worker.decode.core import DecodeCore
+from baton.worker.decode.peers import PrefillPeer, PrefillPeers
+from baton.worker.decode.shell import DecodeShell
 from baton.worker.load import add_step_cost, cache_updates, snapshot
+from baton.worker.prefill.core import PrefillCore
+from baton.worker.prefill.shell import PrefillShell
 from baton.worker.shell import C, WorkerShell
 
 

@@ -12,9 +12,9 @@ from baton.engine.waiting_queue import POLICIES
 from baton.kvcache.eviction import make_policy
 from baton.rpc.errors import failed_precondition, invalid
 from baton.transport import check_kinds
-from baton.worker.hosts import check_hosts
 from baton.worker.model import KV_DTYPES, check_model, device_of, sized
-from baton.worker.ranks import on_gpus
+from baton.worker.ranks.hosts import check_hosts
+from baton.worker.ranks.leader import on_gpus
 
 
 def checked(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:

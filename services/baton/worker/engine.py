@@ -29,11 +29,6 @@ from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.config import ModelError
 from baton.models.decoder import LanguageModel
 from baton.models.kv_scales import digest
-from baton.ranks.channel import CollectiveError
-from baton.ranks.followers import FollowerError
-from baton.ranks.hosts import JoinError
-from baton.ranks.messages import MakePool
-from baton.ranks.runner import RanksLost
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -63,7 +58,12 @@ from baton.worker.model import (
     use_device,
 )
 from baton.worker.pool import PublishedPool, join_parts, make_pool
-from baton.worker.ranks import Ranks
+from baton.worker.ranks.channel import CollectiveError
+from baton.worker.ranks.followers import FollowerError
+from baton.worker.ranks.leader import Ranks
+from baton.worker.ranks.messages import MakePool
+from baton.worker.ranks.rendezvous import JoinError
+from baton.worker.ranks.runner import RanksLost
 from baton.worker.runners import make_runner
 
 _log = get_logger()

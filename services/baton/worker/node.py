@@ -20,7 +20,6 @@ from baton.engine.step_loop import StepLoop
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError, GrammarSpec
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.page_map import page_map
-from baton.ranks.runner import RanksLost
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.errors import BatonError, unavailable
@@ -46,6 +45,7 @@ from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, s
 from baton.worker.heap import keep_freed_memory
 from baton.worker.load import add_grammars, add_step_cost, page_map_message, snapshot
 from baton.worker.model import device_of, use_device
+from baton.worker.ranks.runner import RanksLost
 from baton.worker.shell import LOST_SECONDS, C, WorkerShell
 
 _log = get_logger()

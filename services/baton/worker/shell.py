@@ -60,7 +60,7 @@ class Streams(Protocol):
 
 class WorkerShell(Generic[C]):
     """Base class of prefill and decode nodes. `prefill.shell` and `decode.shell` add a role's messages; who
-    executes a node (`worker.node`, `sim.process`, `plan.nodes`) adds clock, threads, engine and streams."""
+    executes a node (`worker.node`, `sim.process`, `sizing.nodes`) adds clock, threads, engine and streams."""
 
     config: WorkerConfig
     incarnation: int

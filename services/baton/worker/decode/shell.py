@@ -6,10 +6,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from baton.config import DecodeConfig
-from baton.decode.core import DecodeCore
-from baton.decode.peers import PrefillLink, PrefillPeer, PrefillPeers
-from baton.decode.stream import DecodeStream, add_output
-from baton.decode.types import DecodeOutput, Key
 from baton.engine.request import EngineRequest
 from baton.handoff.messages import DecodeEffect
 from baton.kvcache import KvCacheManager
@@ -18,6 +14,10 @@ from baton.rpc.validate import check_token_ids
 from baton.tracing.recorder import EventKind
 from baton.v1 import decode_pb2, node_pb2
 from baton.worker.convert import check_start, delivered_from, request_from, sampling_from
+from baton.worker.decode.core import DecodeCore
+from baton.worker.decode.peers import PrefillLink, PrefillPeer, PrefillPeers
+from baton.worker.decode.stream import DecodeStream, add_output
+from baton.worker.decode.types import DecodeOutput, Key
 from baton.worker.shell import WorkerShell
 
 DRAINING = decode_pb2.DecodeEvent(draining=decode_pb2.DecodeDraining())

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton.ranks.channel import Channel, ChannelError
 from baton.transport.base import HostPages, PageReader, PageWriter, TransportError, until_done
+from baton.worker.ranks.channel import Channel, ChannelError
 
 _REQUEST = struct.Struct("<BQQQ")
 """READ, WRITE or FLUSH; page, offset in the host's part of it, bytes."""

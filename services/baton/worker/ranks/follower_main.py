@@ -18,15 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from baton.ranks.channel import Channel, ChannelClosed, CollectiveError
-from baton.ranks.followers import (
+from baton.worker.ranks.channel import Channel, ChannelClosed, CollectiveError
+from baton.worker.ranks.followers import (
     EXIT_FAILED,
     EXIT_LOST,
     IMPORT_SECONDS,
     SEND_SECONDS,
 )
-from baton.ranks.hosts import JoinError
-from baton.ranks.messages import Failed, Setup
+from baton.worker.ranks.messages import Failed, Setup
+from baton.worker.ranks.rendezvous import JoinError
 
 PARENT_SECONDS = 0.1
 """How often it is checked whether rank 0 is still there."""
@@ -56,7 +56,7 @@ def main(descriptor: int) -> int:
     parent: Channel | None = None
     pages: Channel | None = None
     if setup.rendezvous is None:
-        from baton.worker.hosts import join_master
+        from baton.worker.ranks.hosts import join_master
 
         parent = channel
         try:
@@ -64,7 +64,7 @@ def main(descriptor: int) -> int:
         except JoinError as error:
             log.error("this rank cannot join the others", why=str(error))
             return EXIT_FAILED
-    from baton.worker.follower import Follower
+    from baton.worker.ranks.follower import Follower
 
     follower: Follower | None = None
     try:

@@ -20,21 +20,21 @@ import msgspec
 
 from baton.config import WorkerConfig
 from baton.layers.tensor_parallel import Shard
-from baton.ranks.channel import Channel, ChannelError
-from baton.ranks.followers import (
-    END_SECONDS,
-    EXIT_FAILED,
-    FollowerError,
-    Followers,
-)
-from baton.ranks.hosts import JOIN_SECONDS, PAGES, PLANS, RETRY_SECONDS, Join, join, versions
-from baton.ranks.messages import Setup
 from baton.rpc import logs
 from baton.rpc.address import is_loopback, split_address
 from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.transport import reap_orphans
 from baton.worker.model import device_of, sized
+from baton.worker.ranks.channel import Channel, ChannelError
+from baton.worker.ranks.followers import (
+    END_SECONDS,
+    EXIT_FAILED,
+    FollowerError,
+    Followers,
+)
+from baton.worker.ranks.messages import Setup
+from baton.worker.ranks.rendezvous import JOIN_SECONDS, PAGES, PLANS, RETRY_SECONDS, Join, join, versions
 
 EXIT_REFUSED, EXIT_BROKEN = 2, 70
 """As of other processes: it could not start; a rank was lost."""

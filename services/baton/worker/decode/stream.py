@@ -9,8 +9,14 @@ from collections.abc import AsyncIterator, Set
 
 from google.rpc import status_pb2
 
-from baton.decode.message_pieces import add_prompt, pieces
-from baton.decode.types import (
+from baton.rpc.errors import BatonError, not_found, to_status
+from baton.rpc.outbox import Outbox, byte_size
+from baton.rpc.tasks import wait_at_most
+from baton.v1 import decode_pb2
+from baton.worker.caller_stream import CallerStream
+from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to, status_of
+from baton.worker.decode.message_pieces import add_prompt, pieces
+from baton.worker.decode.types import (
     Admitted,
     DecodeOutput,
     DoneOutput,
@@ -19,12 +25,6 @@ from baton.decode.types import (
     TokensOutput,
     Turn,
 )
-from baton.rpc.errors import BatonError, not_found, to_status
-from baton.rpc.outbox import Outbox, byte_size
-from baton.rpc.tasks import wait_at_most
-from baton.v1 import decode_pb2
-from baton.worker.caller_stream import CallerStream
-from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to, status_of
 
 REMEMBERED = 8192
 """Number of ended requests per stream that are remembered; late cancels of these are expected."""

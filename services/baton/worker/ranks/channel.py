@@ -17,7 +17,7 @@ import time
 
 import msgspec
 
-from baton.ranks.messages import Message
+from baton.worker.ranks.messages import Message
 
 _LENGTH = struct.Struct("<I")
 _PLAN = struct.Struct("<BxHI")

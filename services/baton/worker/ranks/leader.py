@@ -20,27 +20,27 @@ from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.kv_pool import KvLayout
 from baton.layers.tensor_parallel import ONE_RANK, Communicator, Shard
-from baton.ranks.channel import Channel
-from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous, meet_on_gpus
-from baton.ranks.followers import (
-    ANSWER_SECONDS,
-    IMPORT_SECONDS,
-    LOAD_SECONDS,
-    FollowerError,
-    Followers,
-)
-from baton.ranks.hosts import PAGES, PLANS, Master
-from baton.ranks.messages import Loaded, MakePool, Meet, Ready, Started
-from baton.ranks.pages import PagesOfHosts, Part, RemotePart
-from baton.ranks.runner import PLAN_SECONDS, PlanTimes, RankedRunner, RanksLost
 from baton.rpc.address import family_of
 from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.errors import invalid
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore
 from baton.v1 import common_pb2, node_pb2
-from baton.worker.hosts import master_address, settings_of
 from baton.worker.model import rank_device
+from baton.worker.ranks.channel import Channel
+from baton.worker.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous, meet_on_gpus
+from baton.worker.ranks.followers import (
+    ANSWER_SECONDS,
+    IMPORT_SECONDS,
+    LOAD_SECONDS,
+    FollowerError,
+    Followers,
+)
+from baton.worker.ranks.hosts import master_address, settings_of
+from baton.worker.ranks.messages import Loaded, MakePool, Meet, Ready, Started
+from baton.worker.ranks.pages import PagesOfHosts, Part, RemotePart
+from baton.worker.ranks.rendezvous import PAGES, PLANS, Master
+from baton.worker.ranks.runner import PLAN_SECONDS, PlanTimes, RankedRunner, RanksLost
 
 _log = get_logger()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from baton.decode.types import DecodeRequest, Turn
 from baton.engine.request import EngineRequest
+from baton.worker.decode.types import DecodeRequest, Turn
 
 PROVEN_TOKENS = 8
 """A request that has received this many tokens since a step with it failed is not the cause. More than 1: a

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
-from baton.decode.types import MAX_FAILED_STEPS, STEP_FAILURES, DecodeRequest, Key, Peer, repeated
 from baton.engine.request import Sequence
 from baton.engine.scheduler import PromptRoute, Scheduler
 from baton.handoff.fetch import DecodeSide
 from baton.handoff.messages import AttemptName
+from baton.worker.decode.types import MAX_FAILED_STEPS, STEP_FAILURES, DecodeRequest, Key, Peer, repeated
 
 LOCAL_PREFILL_TOKENS = 32
 """Prompts with at most this many uncached tokens are computed here if neither caller nor configuration sets a

@@ -11,17 +11,17 @@ from typing import Any
 import grpc.aio
 
 from baton.config import DecodeConfig
-from baton.decode.core import DecodeCore
-from baton.decode.messages import several
-from baton.decode.peers import PrefillPeer, PrefillPeers
-from baton.decode.shell import DecodeShell
-from baton.decode.stream import DecodeStream
 from baton.rpc.authentication import ClusterAuthentication
 from baton.rpc.errors import unavailable
 from baton.rpc.link import Link
 from baton.rpc.node import run_node
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.caller_stream import CallerStreams
+from baton.worker.decode.core import DecodeCore
+from baton.worker.decode.messages import several
+from baton.worker.decode.peers import PrefillPeer, PrefillPeers
+from baton.worker.decode.shell import DecodeShell
+from baton.worker.decode.stream import DecodeStream
 from baton.worker.node import WorkerNode
 
 HAND_BACK_SECONDS = 2.0

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from baton.config import WorkerConfig
 from baton.layers.tensor_parallel import Shard
-from baton.ranks.channel import Channel, ChannelError
-from baton.ranks.messages import End, Failed, Message, Setup
 from baton.rpc.authentication import ClusterCredentials
+from baton.worker.ranks.channel import Channel, ChannelError
+from baton.worker.ranks.messages import End, Failed, Message, Setup
 
 IMPORT_SECONDS = 120.0
 """For a follower to start and load its libraries."""
@@ -84,7 +84,7 @@ class Followers:
         rank = setup.shard.rank
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", "baton.ranks.follower", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", "baton.worker.ranks.follower_main", str(theirs.fileno())]
             # Not a console's process group: rank 0 decides when followers end. But the same session: then the
             # kernel ends (SIGHUP) a follower that is stopped when rank 0 ends.
             process = subprocess.Popen(

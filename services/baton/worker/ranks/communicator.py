@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from baton.layers.tensor_parallel import DeviceCommunicator, Shard
-from baton.ranks.channel import CollectiveError
+from baton.worker.ranks.channel import CollectiveError
 
 COLLECTIVE_SECONDS = 30.0
 """Time limit of a call: by so much ranks may differ in reaching it."""
@@ -103,7 +103,7 @@ def meet_on_gpus(
     shard: Shard, rendezvous: Rendezvous, seconds: float, device: torch.device
 ) -> DeviceCommunicator:
     """As GroupCommunicator, on this rank's device, which it may share. Raises CollectiveError."""
-    from baton.ranks.peer_memory import PeerCommunicator
+    from baton.worker.ranks.peer_memory import PeerCommunicator
 
     with _meeting():
         store = _store(shard, rendezvous, timedelta(seconds=seconds), None)

@@ -17,16 +17,6 @@ from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.model_path import resolve
-from baton.ranks.channel import Channel, ChannelClosed, ChannelError
-from baton.ranks.communicator import Rendezvous
-from baton.ranks.followers import (
-    EXIT_LOST,
-    IMPORT_SECONDS,
-)
-from baton.ranks.hosts import JOIN_SECONDS
-from baton.ranks.messages import End, Loaded, MakePool, Meet, Ready, Setup, Started
-from baton.ranks.pages import serve_pages
-from baton.ranks.plan_codec import PlanDecoder
 from baton.rpc.address import new_incarnation
 from baton.rpc.logs import get_logger
 from baton.transport import Segment
@@ -42,7 +32,17 @@ from baton.worker.model import (
     use_device,
 )
 from baton.worker.pool import first_byte, gpu_pool
-from baton.worker.ranks import meet
+from baton.worker.ranks.channel import Channel, ChannelClosed, ChannelError
+from baton.worker.ranks.communicator import Rendezvous
+from baton.worker.ranks.followers import (
+    EXIT_LOST,
+    IMPORT_SECONDS,
+)
+from baton.worker.ranks.leader import meet
+from baton.worker.ranks.messages import End, Loaded, MakePool, Meet, Ready, Setup, Started
+from baton.worker.ranks.pages import serve_pages
+from baton.worker.ranks.plan_codec import PlanDecoder
+from baton.worker.ranks.rendezvous import JOIN_SECONDS
 from baton.worker.runners import make_runner
 
 _log = get_logger()

@@ -7,22 +7,6 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
-from baton.decode.admission_control import AdmissionControl
-from baton.decode.prompt_routing import LOCAL_PREFILL_TOKENS, PromptRouting, Unroutable
-from baton.decode.request_recording import RequestRecording
-from baton.decode.suspects import SuspectTurns
-from baton.decode.types import (
-    Admitted,
-    DecodeCounters,
-    DecodeOutput,
-    DecodeRequest,
-    DoneOutput,
-    FailedOutput,
-    Key,
-    Peer,
-    PromptOutput,
-    TokensOutput,
-)
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
 from baton.engine.request import (
@@ -44,6 +28,22 @@ from baton.handoff.messages import AttemptName, DecodeEffect, HandoffNames, Pref
 from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import TOKENS_EVERY, EventKind, Recorder
+from baton.worker.decode.admission_control import AdmissionControl
+from baton.worker.decode.prompt_routing import LOCAL_PREFILL_TOKENS, PromptRouting, Unroutable
+from baton.worker.decode.request_recording import RequestRecording
+from baton.worker.decode.suspects import SuspectTurns
+from baton.worker.decode.types import (
+    Admitted,
+    DecodeCounters,
+    DecodeOutput,
+    DecodeRequest,
+    DoneOutput,
+    FailedOutput,
+    Key,
+    Peer,
+    PromptOutput,
+    TokensOutput,
+)
 
 DecodeFlush = Callable[[int, list[tuple[Hashable, DecodeOutput]], list[DecodeEffect]], None]
 

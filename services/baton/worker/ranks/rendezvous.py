@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 
 import baton
-from baton.ranks.channel import Channel, ChannelError
-from baton.ranks.secret_tls import tls_of_secret
 from baton.rpc.address import family_of, join_address
 from baton.rpc.authentication import ClusterCredentials, ClusterTls, same
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
+from baton.worker.ranks.channel import Channel, ChannelError
+from baton.worker.ranks.secret_tls import tls_of_secret
 
 JOIN_SECONDS = 600.0
 """How long the hosts wait for each other."""

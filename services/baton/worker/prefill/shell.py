@@ -15,7 +15,6 @@ from baton.handoff.messages import (
     RecentNames,
 )
 from baton.kvcache import KvCacheManager
-from baton.prefill.core import PrefillCore, make_core
 from baton.rpc.errors import BatonError, failed_precondition, invalid, to_status, unavailable
 from baton.rpc.message_size import MAX_ANSWER_BYTES, cut
 from baton.rpc.outbox import Outbox, byte_size
@@ -33,6 +32,7 @@ from baton.worker.convert import (
     sampling_from,
     status_of,
 )
+from baton.worker.prefill.core import PrefillCore, make_core
 from baton.worker.shell import WorkerShell
 
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grpc
 
 from baton.config import DecodeConfig
-from baton.decode.messages import Positions, events_from, request_for
-from baton.decode.types import Peer
 from baton.handoff.fetch import HEARTBEAT_SECONDS
 from baton.handoff.messages import AttemptName, Beat, CancelPrefill, DecodeEffect, StartPull, StopPull
 from baton.handoff.pull_cost import PullMeter
@@ -19,9 +17,11 @@ from baton.rpc.logs import get_logger
 from baton.transport import Receiver, TransportError, share_gpu
 from baton.v1 import node_pb2, prefill_pb2
 from baton.worker.convert import layout_difference
+from baton.worker.decode.messages import Positions, events_from, request_for
+from baton.worker.decode.types import Peer
 
 if TYPE_CHECKING:
-    from baton.decode.shell import DecodeShell
+    from baton.worker.decode.shell import DecodeShell
 
 MAX_PEERS = 256
 FORGET_SECONDS = 60.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.decode.types import PHASES, DecodeRequest, Key, Peer
 from baton.handoff.messages import AttemptName
 from baton.tracing.recorder import EventKind, Recorder
+from baton.worker.decode.types import PHASES, DecodeRequest, Key, Peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from typing import Any
 import grpc.aio
 
 from baton.config import PrefillConfig
-from baton.prefill.core import PrefillCore
-from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.authentication import ClusterAuthentication
 from baton.rpc.errors import unavailable
 from baton.rpc.node import run_node
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.node import WorkerNode
+from baton.worker.prefill.core import PrefillCore
+from baton.worker.prefill.shell import PrefillShell, PrefillStream
 
 
 class PrefillNode(PrefillShell, WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):

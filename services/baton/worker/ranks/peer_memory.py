@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from baton.layers.tensor_parallel import Shard
-from baton.ranks.channel import CollectiveError
 from baton.transport import TransportError, cuda_runtime
+from baton.worker.ranks.channel import CollectiveError
 
 
 class PeerCommunicator:

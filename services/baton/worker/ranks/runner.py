@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from baton.engine.plan import Runner, StepPlan, StepResult
-from baton.ranks.channel import ChannelError, CollectiveError
-from baton.ranks.plan_codec import PlanEncoder
+from baton.worker.ranks.channel import ChannelError, CollectiveError
+from baton.worker.ranks.plan_codec import PlanEncoder
 
 
 class RanksLost(BaseException):
@@ -23,7 +23,7 @@ class RanksLost(BaseException):
 
 
 class PlanChannel(Protocol):
-    """To a follower: ranks.channel.Channel, or a simulated one."""
+    """To a follower: channel.Channel, or a simulated one."""
 
     def send_plan(self, plan: bytes, threads: int) -> None: ...
 
