@@ -67,18 +67,6 @@ class ModelConfig:
 IMPLEMENTATIONS = ("auto", "baton", "transformers")
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Types of models in config.json that are another one under a name of their own."""
-SILU_ONLY = ("deepseek", "llama", "mixtures")
-"""Modules of families that do not ask config.json for the activation."""
-NO_WINDOWS = frozenset(
-    {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM"}
-)
-"""Families in which sliding_window, which others have left behind, means nothing."""
-WINDOWS_EVERYWHERE = frozenset(
-    {"MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM"}
-)
-"""Families that do not ask layer_types which layers have the window: all have."""
-PARTIAL_ROTATION = frozenset({"Glm4MoeForCausalLM", "Phi3ForCausalLM"})
-"""Families that may rotate a part of each head."""
 
 
 def read_config(path: Path, context_length: int | None = None, implementation: str = "auto") -> ModelConfig:
@@ -142,12 +130,9 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
         )
     if implementation == "baton":
         text = hf.get_text_config()
-        activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
-        if activation not in ACTIVATIONS:
+        if (activation := _activation(text)) not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
             raise ModelError(f"hidden_act {activation!r} is not supported; supported are {known}")
-        if activation != "silu" and FAMILIES[name] in SILU_ONLY:
-            raise ModelError(f"hidden_act {activation!r} of {name} is not supported, only 'silu'")
         if getattr(text, "pretraining_tp", 1) not in (1, None):
             raise ModelError("pretraining_tp other than 1 is not supported")
     text = hf.get_text_config()  # of a model that takes more than text, its language model's
@@ -250,11 +235,20 @@ def _language_model(hf: Any) -> str | None:
     return name if text is not hf and name in FAMILIES else None
 
 
-def window(config: ModelConfig, index: int) -> int | None:
-    """Positions that a token of this layer attends to, its own among them; None: all that will be used."""
-    if config.architecture in NO_WINDOWS:
-        return None
-    everywhere = config.architecture in WINDOWS_EVERYWHERE
+def _activation(text: Any) -> str | None:
+    return getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+
+
+def require_silu(config: ModelConfig) -> None:
+    """For families that compute no other activation. Raises ModelError."""
+    if (activation := _activation(config.hf)) != "silu":
+        name = config.architecture
+        raise ModelError(f"hidden_act {activation!r} of {name} is not supported, only 'silu'")
+
+
+def window(config: ModelConfig, index: int, *, everywhere: bool = False) -> int | None:
+    """Positions that a token of this layer attends to, its own among them; None: all that will be used.
+    `everywhere`: all layers have the window, and layer_types means nothing. Raises ModelError."""
     types = None if everywhere else getattr(config.hf, "layer_types", None)
     kind = types[index] if types else "sliding_attention"
     if kind not in ("full_attention", "sliding_attention"):
@@ -267,14 +261,15 @@ def window(config: ModelConfig, index: int) -> int | None:
     return int(size) if size < config.used_length else None
 
 
-def make_rope(config: ModelConfig, layer_type: str | None = None) -> Rope:
-    """`layer_type`: where kinds of layers rotate differently. Raises ModelError."""
+def make_rope(config: ModelConfig, layer_type: str | None = None, *, partial: bool = False) -> Rope:
+    """`layer_type`: where kinds of layers rotate differently; `partial`: a part of each head may be rotated.
+    Raises ModelError."""
     try:
         rope = rope_of(config.hf, config.used_length, layer_type)
     except (ValueError, KeyError) as error:
         raise ModelError(f"rope_parameters of config.json cannot be used: {first_line(error)}") from error
     whole = getattr(config.hf, "qk_rope_head_dim", config.head_dim)
-    if rope.dim > whole or (rope.dim < whole and config.architecture not in PARTIAL_ROTATION):
+    if rope.dim > whole or (rope.dim < whole and not partial):
         name = config.architecture
         raise ModelError(
             f"{name} rotates {whole} values of a head, not {rope.dim} (partial_rotary_factor, head_dim)"

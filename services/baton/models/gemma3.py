@@ -11,7 +11,7 @@ from baton.layers.forward_batch import ForwardBatch
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
-from baton.models.config import ModelConfig, ModelError, make_rope
+from baton.models.config import ModelConfig, ModelError, make_rope, window
 from baton.models.decoder import Decoder
 from baton.models.llama import llama_attention
 
@@ -46,11 +46,18 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
         if value is not None and value is not False:  # a cap of 0.0 is refused, too
             raise ModelError(f"{name} of Gemma 3 is not supported")
     ropes = {kind: make_rope(config, kind) for kind in set(hf.layer_types)}
-    options = AttentionOptions(scale=hf.query_pre_attn_scalar**-0.5)
     layers = []
     for index, kind in enumerate(hf.layer_types):
         layer = parameters.under(f"model.layers.{index}")
-        attention = llama_attention(config, layer.under("self_attn"), index, ropes[kind], options, True)
+        attention = llama_attention(
+            config,
+            layer.under("self_attn"),
+            index,
+            ropes[kind],
+            options=AttentionOptions(hf.query_pre_attn_scalar**-0.5, window(config, index)),
+            norms=True,
+            norm_plus_one=True,
+        )
         layers.append(GemmaLayer(config, layer, index, attention))
     scale = math.sqrt(config.hidden_size)
     return Decoder(config, parameters, layers, norm_plus_one=True, embedding_scale=scale)

@@ -8,7 +8,7 @@ from baton.layers.moe import PROJECTIONS, ClampedSwiglu, Experts, Mixture, MoeGa
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models import llama
-from baton.models.config import ModelConfig
+from baton.models.config import ModelConfig, window
 from baton.models.decoder import Decoder
 
 
@@ -19,7 +19,8 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
 def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
     own = parameters.shard.split(config.num_heads, "attention heads")
     sinks = parameters.tensor("sinks", config.num_heads, cut=parameters.shard.cut(0, own))
-    return llama.llama_attention(config, parameters, index, rope, AttentionOptions(sinks=sinks))
+    options = AttentionOptions(window=window(config, index), sinks=sinks)
+    return llama.llama_attention(config, parameters, index, rope, options=options)
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Mixture:

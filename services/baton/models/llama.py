@@ -1,18 +1,23 @@
-"""Llama: Touvron et al., arXiv:2307.09288; and what differs from it by an option: Mistral (arXiv:2310.06825),
-Phi-3 (arXiv:2404.14219) and 4 (arXiv:2412.08905), Qwen 2 (arXiv:2407.10671) and 3 (arXiv:2505.09388)."""
+"""Llama: Touvron et al., arXiv:2307.09288; and what families with similar layers are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 
 from baton.layers.attention import NONE, Attention, AttentionModule, AttentionOptions
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
-from baton.models.config import ModelConfig, make_rope, window
+from baton.models.config import ModelConfig, make_rope, require_silu, window
 from baton.models.decoder import Decoder, DecoderLayer, FeedForward
+
+
+def build(config: ModelConfig, parameters: Parameters) -> Decoder:
+    """A sliding_window, which other families have left behind in config.json, means nothing."""
+    require_silu(config)
+    return llama_like(config, parameters, feed_forward, partial(llama_attention, options=NONE))
 
 
 def llama_attention(
@@ -20,15 +25,17 @@ def llama_attention(
     parameters: Parameters,
     index: int,
     rope: Rope,
-    options: AttentionOptions = NONE,
+    *,
+    options: AttentionOptions | None = None,
+    qkv_bias: bool | None = None,
+    output_bias: bool | None = None,
+    norms: bool = False,
     norm_plus_one: bool = False,
+    merged: str | None = None,
 ) -> Attention:
-    """Qwen 2 has biases of queries, keys and values, Qwen 3 and Gemma 3 norms of each query and key,
-    GLM-4-MoE either by options, Phi-3 one projection. `options`: those beside the window."""
+    """`options`: None: the window alone that config.json names for this layer. `qkv_bias` and `output_bias`:
+    None: as its attention_bias says. `norms`: queries and keys of each head are normalized."""
     bias = bool(getattr(config.hf, "attention_bias", False))
-    qwen2 = config.architecture.startswith("Qwen2")
-    glm = config.architecture == "Glm4MoeForCausalLM"
-    norms = config.hf.use_qk_norm if glm else config.architecture.startswith(("Qwen3", "Gemma3"))
     return Attention(
         parameters,
         index,
@@ -37,17 +44,13 @@ def llama_attention(
         config.num_kv_heads,
         config.head_dim,
         rope,
-        qkv_bias=bias or qwen2,
-        output_bias=bias and not qwen2 and not glm,
+        qkv_bias=bias if qkv_bias is None else qkv_bias,
+        output_bias=bias if output_bias is None else output_bias,
         norm_eps=config.rms_norm_eps if norms else None,
         norm_plus_one=norm_plus_one,
-        options=replace(options, window=window(config, index)),
-        merged="qkv_proj" if config.architecture == "Phi3ForCausalLM" else None,
+        options=AttentionOptions(window=window(config, index)) if options is None else options,
+        merged=merged,
     )
-
-
-def build(config: ModelConfig, parameters: Parameters) -> Decoder:
-    return llama_like(config, parameters, feed_forward)
 
 
 def llama_like(
@@ -55,9 +58,11 @@ def llama_like(
     parameters: Parameters,
     feed_forward: Callable[[ModelConfig, Parameters, int], FeedForward],
     attention: Callable[[ModelConfig, Parameters, int, Rope], AttentionModule] = llama_attention,
+    rope: Rope | None = None,
 ) -> Decoder:
-    """`feed_forward` and `attention` make those of a layer, whose parameters and number they get."""
-    rope = make_rope(config)
+    """`feed_forward` and `attention` make those of a layer, whose parameters and number they get; `rope`:
+    None: whole heads are rotated."""
+    rope = rope or make_rope(config)
     for index in range(getattr(config.hf, "num_nextn_predict_layers", None) or 0):
         # They predict further tokens, for speculation, and are not used.
         parameters.ignore(f"model.layers.{config.num_layers + index}.")
@@ -76,11 +81,13 @@ def llama_like(
     return Decoder(config, parameters, layers)
 
 
-def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> GatedMlp:
+def feed_forward(
+    config: ModelConfig, parameters: Parameters, index: int, merged: str | None = None
+) -> GatedMlp:
     return GatedMlp(
         parameters.under("mlp"),
         config.hidden_size,
         config.hf.intermediate_size,
         bias=bool(getattr(config.hf, "mlp_bias", False)),
-        merged="gate_up_proj" if config.architecture == "Phi3ForCausalLM" else None,
+        merged=merged,
     )
