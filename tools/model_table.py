@@ -1,8 +1,13 @@
 """Which architectures of the installed transformers Baton serves, by whose code: a table in docs/models.md.
 
     python tools/model_table.py --write docs/models.md
+    python tools/model_table.py --only llama,qwen3_vl
 
-Asks for each architecture, with its configuration's own defaults, what `baton doctor` asks: without weights.
+Of each architecture a small random checkpoint is made from its configuration's defaults. `baton doctor`'s
+checks say whether it can be served; what they accept is loaded, and its logits in chunks over a paged pool
+are compared with those of transformers. Each is asked in a process of its own, which may die. Exits with 1,
+and names them, if any answer is wrong, differs from doctor's verdict, or is none (an exception, a death, no
+time).
 """
 
 from __future__ import annotations
@@ -10,15 +15,50 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import logging
+import math
+import multiprocessing
+import os
+import re
+import resource
+import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 LAYERS = 12
+VOCABULARY = 256
+EXPERTS = 16
+WINDOW = 8
+TOKENS = 24
+"""Of the sequence that is compared: more than a window, and several chunks."""
+TRIES = ((16, True), (8, True), (16, False), (8, False), (4, True), (2, True))
+"""What widths are divided by, and whether there are fewer layers: the first that transformers can make."""
+SECONDS = 120.0
+MEMORY = 6 * 2**30
+LIMIT = 1e-3
+"""Largest difference of logits, as a part of the largest; the median over all tokens."""
 BEGIN, END = "<!-- made by tools/model_table.py -->\n", "<!-- end -->\n"
+OWN, THEIRS, REFUSED, FAULT = "Baton's own code", "transformers' code", "refused", "FAULT"
+
+_WIDTH = re.compile(
+    r"hidden_size.*|.*intermediate_size.*|(.*_)?(dim|rank|width)|d_(model|ff|kv|inner)|.*ffn_.*dim.*|n_embd|n_inner"
+    r"|(.*_)?hidden_size|mrope_section"
+)
+_COUNT_OF_EXPERTS = re.compile(r"(n|num|moe_num)(_local|_routed)?_experts|num_experts")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "sliding_window_size")
+
+
+class Verdict(NamedTuple):
+    """Who serves an architecture, and why nobody does."""
+
+    by: str
+    why: str = ""
 
 
 def architectures() -> Iterator[tuple[str, str]]:
@@ -33,41 +73,189 @@ def architectures() -> Iterator[tuple[str, str]]:
         yield kind, names if isinstance(names, str) else names[0]
 
 
-def verdict(kind: str, architecture: str) -> tuple[str, str]:
-    """("own", ""), ("transformers", ""), or ("refused", why)."""
-    import torch
+def smaller(config: Mapping[str, Any], factor: int, fewer_layers: bool) -> dict[str, Any]:
+    """A configuration, and those inside it, with narrow layers, few of them, and few tokens and experts."""
+    layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
+    fewer = min(layers, LAYERS) if fewer_layers else layers
+    made: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) and name not in ("id2label", "label2id"):
+            value = smaller(value, factor, fewer_layers)
+        elif isinstance(value, list) and layers > 1 and len(value) == layers:
+            value = [_narrow(name, each, factor) for each in value[:fewer]]
+        elif isinstance(value, list):
+            value = [_narrow(name, each, factor) for each in value]
+        elif name in _LAYERS:
+            value = min(value, fewer) if value else value
+        elif name == "num_kv_shared_layers":
+            value = min(value or 0, fewer // 2)
+        else:
+            value = _narrow(name, value, factor)
+        made[name] = value
+    return made
+
+
+def _narrow(name: str, value: Any, factor: int) -> Any:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if _WIDTH.fullmatch(name):
+        return value // factor if value % factor == 0 else value
+    if "vocab_size" in name:
+        return min(value, VOCABULARY)
+    if name.endswith(("_token_id", "_token_index", "_token_ids")) and value >= VOCABULARY:
+        return VOCABULARY - 1 - value % 32
+    if _COUNT_OF_EXPERTS.fullmatch(name):
+        return min(value, EXPERTS)
+    return min(value, WINDOW) if name in _WINDOWS else value
+
+
+def small_model(kind: str, architecture: str) -> Any:
+    """A model of transformers with random weights. Raises what its code does if it cannot be made."""
+    import transformers
+    from transformers import AutoConfig
+
+    first: Exception | None = None
+    plain = AutoConfig.for_model(kind)
+    for factor, fewer in TRIES:
+        try:
+            config = type(plain).from_dict(smaller(plain.to_dict(), factor, fewer))
+            config.architectures = [architecture]
+            torch.manual_seed(0)
+            make = getattr(transformers, architecture)._from_config
+            model = make(config, attn_implementation="eager").eval()
+            _randomize(model)
+            reference(model)
+            return model
+        except Exception as error:  # of an arbitrary model's code
+            first = first or error
+    assert first is not None
+    raise first
+
+
+@torch.no_grad()
+def _randomize(model: Any) -> None:
+    """Neither norms of 1 nor biases of 0, which would hide that they are not applied."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        if parameter.dim() < 2:
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+        else:
+            parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
+
+
+def prompt() -> torch.Tensor:
+    return torch.arange(3, 3 + TOKENS)
+
+
+@torch.inference_mode()
+def reference(model: Any) -> torch.Tensor:
+    """-> [tokens, vocab]"""
+    logits: torch.Tensor = model(input_ids=prompt()[None], use_cache=False).logits
+    return logits[0].float()
+
+
+def verdict(kind: str, architecture: str, folder: Path) -> Verdict:
+    from baton.model_path import CheckpointError
+    from baton.models.config import read_config
+    from baton.models.loader import check_tensors, load_model
+
+    try:
+        model = small_model(kind, architecture)
+    except Exception as error:  # some configurations have no defaults
+        return _unmade(kind, architecture, folder, error)
+    model.save_pretrained(folder)
+    try:
+        check_tensors(folder)
+    except CheckpointError as error:
+        return Verdict(REFUSED, str(error))
+    own = read_config(folder).implementation == "baton"
+    expected = reference(_loaded(model, folder))
+    try:
+        differs = difference(load_model(folder, torch.float32), expected)
+    except CheckpointError as error:
+        return Verdict(FAULT, f"doctor accepts it, loading does not: {error}")
+    if not differs <= LIMIT:
+        return Verdict(FAULT, f"its logits differ from those of transformers by {differs:.1e} of the largest")
+    return Verdict(OWN if own else THEIRS)
+
+
+def _loaded(model: Any, folder: Path) -> Any:
+    return type(model).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def difference(model: Any, expected: torch.Tensor) -> float:
+    from baton.attention.registry import resolve
+    from baton.models.transformers_backend import TransformersModel
+    from baton.worker.attention_check import check_attention, paged_logits, relative
+    from baton.worker.model import kv_layout
+
+    features = frozenset[str]().union(*(options.features for options in model.attention_options))
+    backend, _ = resolve("auto", torch.device("cpu"), features=features)
+    layout = kv_layout(model, 16, model.config.used_length)
+    if isinstance(model, TransformersModel):
+        check_attention(model, layout, backend, backend)
+    return relative(paged_logits(model, layout, prompt(), backend, backend), expected).median().item()
+
+
+def _unmade(kind: str, architecture: str, folder: Path, error: Exception) -> Verdict:
+    """Of which transformers makes no small model: what doctor says of the configuration's defaults."""
     from transformers import AutoConfig
 
     from baton.model_path import CheckpointError
-    from baton.models.config import read_config
+    from baton.models.config import first_line, read_config
     from baton.models.loader import kv_shape
 
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            config = AutoConfig.for_model(kind)
-            config.architectures = [architecture]
-            shorten(config.get_text_config())
-            config.save_pretrained(folder)
-        except Exception as error:  # some configurations cannot be made without arguments
-            return "refused", f"no default configuration: {type(error).__name__}"
-        try:
-            with torch.inference_mode():
-                found = read_config(Path(folder))
-                if found.implementation == "transformers":
-                    kv_shape(found)
-        except CheckpointError as error:
-            return "refused", str(error)
-        return ("own" if found.implementation == "baton" else "transformers"), ""
+    try:
+        config = AutoConfig.for_model(kind)
+        config.architectures = [architecture]
+        config.save_pretrained(folder)
+    except Exception as other:
+        return Verdict(REFUSED, f"no default configuration: {type(other).__name__}")
+    try:
+        kv_shape(read_config(folder))
+    except CheckpointError as problem:
+        return Verdict(REFUSED, str(problem))
+    return Verdict(FAULT, f"accepted, but no small model can be made: {first_line(error)}")
 
 
-def shorten(text: Any) -> None:
-    """Fewer layers, so that it does not take an hour; the kinds of layers repeat sooner."""
-    layers = min(LAYERS, getattr(text, "num_hidden_layers", LAYERS))
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        text.num_hidden_layers = layers
-        for name in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers"):
-            if isinstance(kinds := getattr(text, name, None), list):
-                setattr(text, name, kinds[:layers])
+def ask(kind: str, architecture: str, seconds: float = SECONDS) -> Verdict:
+    """In a process of its own."""
+    processes = multiprocessing.get_context("fork")
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(target=_answer, args=(kind, architecture, sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            return Verdict(FAULT, f"no answer after {seconds:.0f} s")
+        by, why = receiver.recv()
+        return Verdict(by, why)
+    except EOFError:
+        process.join()
+        return Verdict(FAULT, f"its process ended with {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(kind: str, architecture: str, sender: Connection) -> None:
+    from baton.models.config import first_line
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            found = verdict(kind, architecture, Path(folder))
+        except BaseException as error:  # a fault, whatever it is
+            found = Verdict(FAULT, f"{type(error).__name__}: {first_line(error)}")
+        sender.send(tuple(found))
 
 
 def short(why: str) -> str:
@@ -77,31 +265,32 @@ def short(why: str) -> str:
     return why.split(" is not supported: ")[-1].split(" cannot be used: ")[-1].split("ForCausalLM: ")[-1]
 
 
-def rows() -> Iterator[str]:
-    yield "| architecture | served by |"
-    yield "| --- | --- |"
-    for kind, architecture in architectures():
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            by, why = verdict(kind, architecture)
-        words = {"own": "Baton's own code", "transformers": "transformers' code"}
-        yield f"| `{architecture}` (`{kind}`) | {words.get(by) or f'refused: {short(why)}'} |"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="a page with the table between two marks")
+    parser.add_argument("--only", default="", help="these model types, with commas between them")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)
     import transformers
+    import transformers.models.llava.modeling_llava  # once, before processes are forked
+
+    import baton.worker.model  # noqa: F401
 
     transformers.logging.set_verbosity_error()
-    table = []
-    for row in rows():
-        print(row, flush=True)
-        table.append(row)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # threads do not survive a fork
+    only = set(filter(None, options.only.split(",")))
+    table, faults = ["| architecture | served by |", "| --- | --- |"], []
+    for kind, architecture in architectures():
+        if only and kind not in only:
+            continue
+        found = ask(kind, architecture)
+        words = f"{found.by}: {short(found.why)}" if found.why else found.by
+        table.append(f"| `{architecture}` (`{kind}`) | {words} |")
+        print(table[-1], flush=True)
+        if found.by == FAULT:
+            faults.append(kind)
     if options.write:
         text = options.write.read_text()
         before, _, rest = text.partition(BEGIN)
@@ -109,6 +298,8 @@ def main() -> None:
         options.write.write_text(
             before + BEGIN + version + "\n".join(table) + "\n" + END + rest.partition(END)[2]
         )
+    if faults:
+        sys.exit(f"{len(faults)} faults: {', '.join(faults)}")
 
 
 if __name__ == "__main__":

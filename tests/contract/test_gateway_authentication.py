@@ -22,6 +22,7 @@ from baton.client import AsyncClient, BatonError, Client
 from baton.config import GatewayConfig
 from baton.gateway import authentication
 from baton.gateway.authentication import ApiKeys, Limits
+from baton.gateway.gateway import Gateway
 from baton.rpc import http_server
 from baton.rpc.authentication import HEADER
 from baton.rpc.channel import open_channel
@@ -430,3 +431,44 @@ def test_a_key_file_that_everybody_can_read(tmp_path):
     path.chmod(0o644)
     with pytest.raises(BatonError, match="chmod 600"):
         ApiKeys(str(path), LIMITS)
+
+
+@pytest.mark.parametrize("limited", ["key", "gateway"])
+async def test_a_call_of_several_prompts_starts_no_more_than_may_run(tmp_path, limited):
+    """One after the other, if need be."""
+    text = f"{ALICE} requests={1 if limited == 'key' else 0}\n"
+    options = {"max_requests": 1} if limited == "gateway" else {}
+    body = {**BODY, "prompt": ["one", "two", "three"], "n": 2}
+    async with (
+        ScriptedDecode(saying([40], [41])) as decode,
+        gateway(decode, api_keys=key_file(tmp_path, text), **options) as rig,
+    ):
+        answer = await post(rig, ALICE, body)
+        assert answer.status_code == 200, answer.text
+        assert [each["index"] for each in answer.json()["choices"]] == [*range(6)]
+        assert len(decode.starts) == 3
+        streamed = await post(rig, ALICE, {**body, "stream": True})
+        assert "data: [DONE]" in streamed.text and '"index":5' in streamed.text
+        await rig.idle()
+    async with (
+        ScriptedDecode(endless) as decode,
+        gateway(decode, api_keys=key_file(tmp_path, text), **options) as rig,
+    ):
+        waiting = asyncio.create_task(post(rig, ALICE, body))
+        await until(lambda: len(decode.running) == 1)
+        other = await post(rig, ALICE)
+        assert other.status_code == 429, other.text
+        waiting.cancel()  # and with it what has not begun
+        await rig.idle()
+        assert len(decode.starts) == 1
+
+
+async def test_a_call_of_several_prompts_waits_for_its_turn(monkeypatch):
+    """Another call of the key may have taken what its first prompt has left."""
+    async with ScriptedDecode(saying([40])) as decode, gateway(decode) as rig:
+        free = asyncio.get_running_loop().time() + 0.5
+        monkeypatch.setattr(Gateway, "has_room", lambda *_: asyncio.get_running_loop().time() > free)
+        answer = await post(rig, None, {**BODY, "prompt": ["one", "two"]})
+        assert answer.status_code == 200, answer.text
+        assert asyncio.get_running_loop().time() > free
+        await rig.idle()

@@ -22,12 +22,15 @@ from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 FIRST_BYTE_SECONDS = 5.0
 """A stream begins after this time also if its request still waits: proxies give silent servers up."""
 InferenceEvent = inference_pb2.Delta | inference_pb2.Finished
+RETRY_SECONDS = 0.05
+"""A call that waits for its next prompt to begin, and has none running, looks again after this time."""
 Naming = Callable[[], AbstractContextManager[None]]
 """Errors raised within name fields as they are in the body."""
 
 
 class RequestBatch:
-    """The requests of one HTTP call, one for each prompt. The first failure cancels the others."""
+    """The requests of one HTTP call, one for each prompt. The first failure cancels the others. Prompts that
+    may not run yet, by the gateway's or the key's limit, begin when others have ended."""
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class RequestBatch:
     ) -> None:
         """traceparent: the client's trace context; empty: it has none."""
         self._gateway = gateway
+        self._api_key = api_key
         self.n = starts[0].n or 1
         self.clamped = False
         """max_tokens of a prompt that has been accepted was reduced to the room that there is."""
@@ -49,6 +53,8 @@ class RequestBatch:
         self._requests = [
             GatewayRequest(gateway, start, self._wake.set, api_key, "http", traceparent) for start in starts
         ]
+        self._begun = 0
+        self._retry: asyncio.TimerHandle | None = None
         self._left = set(range(len(starts)))
         self._unaccepted = set(self._left)
         self._taken: deque[tuple[int, InferenceEvent]] = deque()
@@ -82,11 +88,23 @@ class RequestBatch:
         return self._requests[0].name
 
     def begin(self) -> None:
-        for request in self._requests:
-            request.begin()
+        """Begins the prompts that may run now; the first is refused if it may not. Called once, and by this
+        class when a prompt has ended."""
+        while self._begun < len(self._requests):
+            if self._begun and not self._gateway.has_room(self._api_key):
+                if len(self._left) > len(self._requests) - self._begun:
+                    return  # one runs, whose end calls this
+                if self._requests[self._begun].seconds_left > 0:
+                    self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self.begin)
+                    return
+            self._begun += 1
+            self._requests[self._begun - 1].begin()
 
     def cancel(self, reason: str) -> None:
         """Cancels the requests that have not ended."""
+        self._begun = len(self._requests)
+        if self._retry is not None:
+            self._retry.cancel()
         for request in self._requests:
             request.cancel(reason)
 
@@ -129,6 +147,7 @@ class RequestBatch:
             while events := request.take():
                 for event in events:
                     self._sort(number, event)
+        self.begin()
 
     def _sort(self, number: int, event: inference_pb2.GenerateResponse) -> None:
         kind = event.WhichOneof("kind")

@@ -69,11 +69,16 @@ class ApiKey:
     def begin_request(self) -> None:
         """Counts a request until `end_request`. Raises BatonError above the limit."""
         self._check_key()
-        if self.limits.requests and self._requests >= self.limits.requests:
+        if not self.has_room:
             raise exhausted(
                 f"this API key has {self._requests} requests running already", "KEY_REQUESTS", 1000
             )
         self._requests += 1
+
+    @property
+    def has_room(self) -> bool:
+        """One more request may run."""
+        return not self.limits.requests or self._requests < self.limits.requests
 
     def end_request(self) -> None:
         self._requests -= 1

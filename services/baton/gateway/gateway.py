@@ -147,7 +147,7 @@ class Gateway:
         left."""
         self._draining = True
         await wait_at_most(seconds, self._idle)
-        return len(self._running) + self._calls
+        return self._in_use
 
     async def stop(self) -> None:
         """Fails running requests and disconnects from all peers. Idempotent."""
@@ -179,12 +179,20 @@ class Gateway:
         if model is None:
             raise self.no_decode_node()
 
+    @property
+    def _in_use(self) -> int:
+        """Requests and calls that count against the limit."""
+        return len(self._running) + self._calls
+
+    def has_room(self, api_key: ApiKey) -> bool:
+        """One more request may run, by the limits of this gateway and of the key."""
+        return self._in_use < self.config.max_requests and api_key.has_room
+
     def _begin(self, api_key: ApiKey) -> None:
         if self._draining:
             raise unavailable("the gateway is draining", "DRAINING", 1000)
-        running = len(self._running) + self._calls
-        if running >= self.config.max_requests:
-            raise exhausted(f"{running} requests are running already", "TOO_MANY_REQUESTS", 1000)
+        if self._in_use >= self.config.max_requests:
+            raise exhausted(f"{self._in_use} requests are running already", "TOO_MANY_REQUESTS", 1000)
         api_key.begin_request()
         self._idle.clear()
 

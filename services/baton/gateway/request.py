@@ -100,6 +100,11 @@ class GatewayRequest:
     def attempt(self) -> int:
         return self.attempts.number
 
+    @property
+    def seconds_left(self) -> float:
+        """Of the time that the request has, which runs from when it came."""
+        return self._timing.limit - self._timing.elapsed
+
     def begin(self, session: GatewaySession | None = None) -> None:
         """Checks the request and starts it. A request that is refused ends here."""
         start = self._start
