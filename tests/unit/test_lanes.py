@@ -189,3 +189,36 @@ def test_what_failed_runs_once_more_and_is_named_as_flaky_if_it_passes(tmp_path:
         (tmp_path / name).unlink()
     done = run(tmp_path, "--lanes", "1", "--rerun-failed", "-k", "not always")
     assert done.returncode == 0 and "3 passed, 1 deselected, 2 flaky" in done.stdout, done.stdout
+
+
+TIMED = """
+import os, pathlib, time
+
+def test_it():
+    with pathlib.Path(__file__).with_name("log").open("a") as log:
+        log.write(f"{pathlib.Path(__file__).stem}\\n")
+    while time.process_time() < BUSY:
+        pass
+"""
+
+
+def test_files_that_took_longest_come_first_and_what_they_took_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["lanes"]\n')
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    for name in "abcd":
+        (tmp_path / f"test_{name}.py").write_text(TIMED.replace("BUSY", "2" if name == "a" else "0"))
+    record = tmp_path / "tests" / "last_run.txt"
+    record.parent.mkdir()
+    record.write_text("commit old\ntest_a.py 1.0 0.5\ntest_b.py 2.5 0.1\ntest_c.py 9 9\ntest_gone.py 7 7\n")
+    done = run(tmp_path, "--lanes", "1", "--record", "new")
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "log").read_text().split() == ["test_d", "test_c", "test_b", "test_a"]
+    _, commit, *lines = [line.split() for line in record.read_text().splitlines()]
+    assert commit == ["commit", "new"]
+    assert [name for name, _, _ in lines] == ["test_a.py", "test_b.py", "test_c.py", "test_d.py"]
+    assert float(lines[0][2]) > 0.5 > max(float(used) for _, _, used in lines[1:])
+
+    (tmp_path / "test_d.py").write_text("def test_it():\n    assert not 1\n")
+    assert run(tmp_path, "--lanes", "1", "--record", "newer", "test_d.py").returncode == 1
+    _, commit, *again = [line.split() for line in record.read_text().splitlines()]
+    assert commit == ["commit", "new"] and again[:3] == lines[:3]
