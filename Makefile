@@ -39,7 +39,7 @@ check: $(VENV)/installed-test ## Before each commit: lint, types, unit tests and
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@code=0; $(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -q --lanes 2 -m "not alone and not slow" tests/unit tests/sim || code=$$?; \
+	$(BIN)/python -m pytest -q --lanes 2 -m "not alone and not thorough" tests/unit tests/sim || code=$$?; \
 	wait $$types || code=$$?; \
 	exit $$code
 

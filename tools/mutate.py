@@ -179,7 +179,7 @@ def run_tests(tests: list[str]) -> bool:
     # A failing example is enough; the smallest takes long to find.
     hypothesis.settings.register_profile("any", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
     hypothesis.settings.load_profile("any")
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not alone and not slow"]
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not alone and not thorough"]
     return pytest.main([*options, *tests]) in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 

@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "clients" / "bin"
 SECONDS = 900
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(2 * SECONDS),
     pytest.mark.skipif(not (BIN / "python").exists(), reason="no clients: make .venv/clients"),
 ]

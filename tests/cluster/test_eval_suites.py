@@ -21,7 +21,6 @@ from baton.demo import model_path
 BIN = Path(__file__).parents[2] / ".venv" / "evals" / "bin"
 SECONDS = 500
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(2 * SECONDS),
     pytest.mark.skipif(not (BIN / "lm_eval").exists(), reason="no harnesses: make .venv/evals"),
 ]

@@ -23,7 +23,6 @@ SECONDS = 60.0
 
 pytestmark = [
     pytest.mark.skipif(PROMETHEUS is None, reason="needs Prometheus (Debian: prometheus)"),
-    pytest.mark.slow,
 ]
 
 NOT_YET = re.compile(r"baton_(problems|handoff_retry_reasons_total|gateway_failures_total)\b")

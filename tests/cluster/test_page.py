@@ -30,7 +30,6 @@ from baton.rpc.authentication import HEADER
 
 pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
-    pytest.mark.slow,
 ]
 
 NAME = "<script>document.title='interpreted'</script><img src=x onerror=\"document.title='interpreted'\">"

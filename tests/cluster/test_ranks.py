@@ -143,7 +143,6 @@ async def hand_off(gateway: Process, transport: str, answers: list[Answer], **op
         assert completion.stats.transport == (transport if handed_off else "")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "architecture", "flags"), [((1, 4), "qwen3", ()), ((4, 2), "deepseek", ("--ep",))]
 )

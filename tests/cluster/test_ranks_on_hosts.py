@@ -158,7 +158,6 @@ async def test_a_worker_ends_with_one_of_its_hosts_and_its_requests_go_on_elsewh
     assert decode.other._popen.wait(END_SECONDS) == 70
 
 
-@pytest.mark.slow
 async def test_latents_are_on_all_hosts(tmp_path):
     model = make_model("deepseek")
     answers = Reference(model).answers(LENGTHS, OUTPUT)
@@ -175,7 +174,6 @@ async def test_latents_are_on_all_hosts(tmp_path):
     decode.end()
 
 
-@pytest.mark.slow
 async def test_ranks_on_hosts_of_their_own_end_when_the_cable_between_them_is_cut(qwen3, tmp_path):
     """Network namespaces: neither the loopback nor names are shared."""
     with contextlib.ExitStack() as ends:

@@ -193,14 +193,12 @@ def call_that_fits(deployment: Deployment, **asked) -> openai.types.chat.ChatCom
     return made
 
 
-@pytest.mark.slow
 def test_the_call_that_is_required_fits_its_schema(deployment: Deployment):
     create_event = {"type": "function", "function": {"name": "create_event"}}
     made = call_that_fits(deployment, tool_choice=create_event, temperature=1.5)
     assert made.function.name == "create_event"
 
 
-@pytest.mark.slow
 def test_a_required_call_fits_its_schema_streamed_and_whole(deployment: Deployment):
     asked = {"tool_choice": "required", "temperature": 1.0, "parallel_tool_calls": False}
     whole = call_that_fits(deployment, tool_choice="required", temperature=1.0).function
@@ -216,7 +214,6 @@ def test_a_required_call_fits_its_schema_streamed_and_whole(deployment: Deployme
     assert "".join(part.function.arguments or "" for part in parts) == whole.arguments
 
 
-@pytest.mark.slow
 def test_a_schema_that_cannot_be_enforced_is_refused(deployment: Deployment):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}]
     with pytest.raises(openai.BadRequestError) as raised:
@@ -224,13 +221,11 @@ def test_a_schema_that_cannot_be_enforced_is_refused(deployment: Deployment):
     assert raised.value.param == "tools"
 
 
-@pytest.mark.slow
 def test_the_agent_finishes(deployment: Deployment):
     said = run("agent.py", "--address", deployment.gateway.http)
     assert said.startswith("called get_") and "\nanswer: " in said
 
 
-@pytest.mark.slow
 def test_typed_examples(deployment: Deployment):
     said = run("typed_agent.py", "--address", deployment.gateway.address).splitlines()
     assert said[0].startswith(("Stock({", "Order({")) and said[1].endswith((".", "ordered."))

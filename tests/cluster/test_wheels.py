@@ -49,7 +49,7 @@ print(json.dumps(said | {"found": found, "version": [version, baton.__version__]
 """
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * SECONDS)]
+pytestmark = pytest.mark.timeout(3 * SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -138,14 +138,14 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_buf_lint(packages: Path):
     buf = packages / "node_modules" / ".bin" / "buf"
     done = subprocess.run([buf, "lint"], cwd=ROOT, timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 async def test_a_client_of_node(packages: Path):
     (packages / "client.js").write_text(NODE_CLIENT)
     async with ScriptedDecode(saying([40, 41])) as decode, gateway(decode) as rig:
@@ -184,7 +184,7 @@ def go_client(tmp_path: Path) -> Path:
     return program
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(GO_SECONDS)
 async def test_a_client_of_go(go_client: Path):
     async with ScriptedDecode(saying([40, 41])) as decode, gateway(decode) as rig:

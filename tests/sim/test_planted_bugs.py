@@ -13,7 +13,7 @@ from baton.sim.run import run_seed
 TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):

@@ -33,7 +33,7 @@ def mapped(process: psutil.Process) -> set[Path]:
     return {Path(path) for path in found}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_rates_on_the_cpu(tmp_path):
     file, output, segments = tmp_path / "kv.json", tmp_path / "output", set()
     sizes = ("--tokens", "16,100", "--repeats", "2", "--page-size", "16")

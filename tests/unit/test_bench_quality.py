@@ -28,7 +28,7 @@ def scores(model, texts):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_perplexity_and_greedy_tokens_are_those_of_transformers(tmp_path):
     file = tmp_path / "quality.json"
     words = (
@@ -73,7 +73,7 @@ def test_the_change_and_its_standard_error():
     assert math.isnan(Scores(own.logprobs[:half], []).change(Scores(reference.logprobs[:half], []))[1])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_of_one_window_no_standard_error_is_printed():
     result = CliRunner().invoke(quality, ["--quantization", "int8", "--windows", "1", "--threads", "1"])
     assert result.exit_code == 0 and "%" in result.output and "±" not in result.output

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,6 +23,7 @@ from baton.cli.doctor import ports
 from baton.cli.main import COMMANDS, MEASUREMENTS, main
 from baton.demo import model_path
 
+Baton = Callable[..., subprocess.CompletedProcess[str]]
 NAMES = [name for section in COMMANDS.values() for name in section]
 
 
@@ -36,6 +38,20 @@ def baton(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Baton:
+    """`baton`, in this process: a start of Python takes half a second of a processor, with torch four."""
+
+    def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        for name, value in {"COLUMNS": "100", **env}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -45,17 +61,11 @@ def baton(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         *(["bench", name] for name in MEASUREMENTS["Measurements"]),
     ],
 )
-def test_help_of_every_command(
-    name: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this process: some forty starts of Python take ten seconds."""
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as ended:
-        main([*name, "--help"])
-    stdout, stderr = capsys.readouterr()
-    assert ended.value.code == 0 and stderr == ""
-    assert stdout.startswith("Usage: baton")
-    assert "Example" in stdout or name == ["serve"]
+def test_help_of_every_command(name: list[str], here: Baton) -> None:
+    result = here(*name, "--help")
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.startswith("Usage: baton")
+    assert "Example" in result.stdout or name == ["serve"]
 
 
 @pytest.mark.alone
@@ -102,8 +112,8 @@ def test_importing_a_command_imports_neither_torch_nor_numpy(name: str) -> None:
         (["serve", "prefill", "--config", "/nowhere.toml"], "/nowhere.toml"),
     ],
 )
-def test_wrong_usage_is_one_line_and_2(arguments: list[str], words: str) -> None:
-    result = baton(*arguments)
+def test_wrong_usage_is_one_line_and_2(arguments: list[str], words: str, here: Baton) -> None:
+    result = here(*arguments)
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1 and words in result.stderr
     assert result.stderr.startswith("baton: ") and "--help" in result.stderr
@@ -166,14 +176,14 @@ def test_options_are_checked_before_the_model_is_fetched(
 
 
 @pytest.mark.parametrize("group", [[], ["serve"], ["bench"]])
-def test_a_group_without_a_command_shows_its_help(group: list[str]) -> None:
-    result = baton(*group)
+def test_a_group_without_a_command_shows_its_help(group: list[str], here: Baton) -> None:
+    result = here(*group)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith(" ".join(["Usage: baton", *group])) and "--help" in result.stderr
 
 
-def test_environment_is_named_in_errors() -> None:
-    result = baton("serve", "decode", BATON_MAX_ROWS="many")
+def test_environment_is_named_in_errors(here: Baton) -> None:
+    result = here("serve", "decode", BATON_MAX_ROWS="many")
     assert result.returncode == 2 and "BATON_MAX_ROWS" in result.stderr
 
 
@@ -182,12 +192,12 @@ def test_version() -> None:
     assert result.returncode == 0 and result.stdout.startswith("baton 0.")
 
 
-def test_doctor_cuts_no_line_in_a_pipe() -> None:
-    assert str(model_path()) in baton("doctor", COLUMNS="60").stdout
+def test_doctor_cuts_no_line_in_a_pipe(here: Baton) -> None:
+    assert str(model_path()) in here("doctor", COLUMNS="60").stdout
 
 
-def test_doctor_json() -> None:
-    result = baton("doctor", "--json")
+def test_doctor_json(here: Baton) -> None:
+    result = here("doctor", "--json")
     assert result.returncode == 0, result.stdout
     report = json.loads(result.stdout)
     found = {(check["section"], check["name"]): check for check in report["checks"]}

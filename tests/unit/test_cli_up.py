@@ -21,7 +21,7 @@ from baton.cli import up as cli_up
 from baton.cli import worker_check
 from baton.cli.up import check_workers
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 BATON = (sys.executable, "-m", "baton.cli.main")
 ENDLESS = ("--max-tokens", "1800", "--temperature", "100", "--seed", "8")

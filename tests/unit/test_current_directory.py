@@ -37,7 +37,7 @@ def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         [SCRIPT, "sim", "--seeds", "0-1"],
         pytest.param(
             [SCRIPT, "bench", "kv", "--device", "cpu", "--tokens", "16", "--repeats", "1"],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["serve", "sim", "bench kv"],
@@ -47,12 +47,12 @@ def test_of_commands(trapped: Path, command: list[str]) -> None:
     assert done.returncode == 0 and "executed" not in done.stderr, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_of_the_check_of_workers(trapped: Path) -> None:
     check_workers({"decode": {"tp": 2}}, prefill=0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_of_followers(trapped: Path) -> None:
     build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), 0x7A9D52).close()
 

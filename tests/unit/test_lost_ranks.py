@@ -25,7 +25,7 @@ from baton.worker.ranks.followers import Followers
 from baton.worker.ranks.messages import End
 from baton.worker.ranks.runner import RankedRunner, RanksLost
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 INCARNATION = 0x7A9D51
 SECONDS = 60.0

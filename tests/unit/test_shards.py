@@ -199,7 +199,7 @@ def kept(path, shard, quantization):
     return {name: pair for name, pair in found.items() if isinstance(pair[0], QuantizedWeight)}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*KEPT, "online fp8", "online int8", "online int4"])
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "deepseek-v3"])
 def test_what_a_gpu_keeps_of_a_shard_is_part_of_the_whole(tmp_path, monkeypatch, name, variant):
