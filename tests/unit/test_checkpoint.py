@@ -35,21 +35,23 @@ def test_a_directory_without_config_is_no_model(tmp_path):
         resolve(str(tmp_path))
 
 
-def test_of_a_repository_no_folders_are_fetched(monkeypatch, tmp_path):
+def test_of_a_repository_no_folders_of_weights_are_fetched(monkeypatch, tmp_path):
     """Llama's has all weights again in original/, gpt-oss' too. The library's own filter decides."""
     from huggingface_hub.utils import filter_repo_objects
 
     names = [
         *("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja"),
+        *("additional_chat_templates/tool_use.jinja", "1_Pooling/config.json"),
         *("original/model.safetensors", "original/config.json", "onnx/model.onnx", "pytorch_model.bin"),
     ]
     fetched = []
 
-    def download(model, **patterns):
+    def download(model, revision=None, **patterns):
+        assert revision == (tmp_path.name if fetched else None)
         fetched.extend(filter_repo_objects(names, **patterns))
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve("owner/name") == tmp_path
-    assert fetched == names[:4]
+    assert fetched == names[:6]  # but for small ones: further chat templates, and how embeddings are pooled

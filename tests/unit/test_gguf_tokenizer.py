@@ -56,6 +56,8 @@ def test_the_tokenizer_needs_no_torch(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("pre", "words"),
     [
+        (None, ["It", "'", "s", "Ġ", "202", "4", "ĠHelloWorld"]),  # llama.cpp's default
+        ("default", ["It", "'", "s", "Ġ", "202", "4", "ĠHelloWorld"]),
         ("gpt-2", ["It", "'s", "Ġ2024", "ĠHelloWorld"]),
         ("smollm", ["It", "'s", "Ġ", "2", "0", "2", "4", "ĠHelloWorld"]),
         ("llama-bpe", ["It", "'s", "Ġ", "202", "4", "ĠHelloWorld"]),

@@ -19,7 +19,7 @@ from baton.layers.tensor_parallel import Shard
 from baton.model_path import CheckpointError
 from baton.models.body import why_not_fused
 from baton.models.config import ModelError, read_config, window
-from baton.models.loader import declared, fingerprint, load_model, read_weights, weight_bytes
+from baton.models.loader import check_tensors, declared, fingerprint, load_model, read_weights, weight_bytes
 from baton.models.registry import FAMILIES, build
 from baton.models.tensor_files import file_names
 from baton.rpc.errors import BatonError
@@ -140,6 +140,40 @@ def head_norm_copies(path):
     """Bytes of the copies of head norms that their merged weight holds beyond the checkpoint's."""
     parameters = declared(path, torch.float32).parameters.table
     return sum(4 * (parameter.target.numel() - parameter.shape.numel()) for parameter in parameters.values())
+
+
+def test_of_two_copies_of_a_tensor_the_index_names_the_one(checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    write_shards(checkpoint, tensors, 3)
+    name = "model.norm.weight"
+    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    other = next(file for file in sorted(set(index.values())) if file != index[name])
+    save_file(load_file(checkpoint / other) | {name: tensors[name] + 1}, checkpoint / other)
+    check_tensors(checkpoint)
+    parameters = allocate(read_config(checkpoint), torch.float32)
+    read_weights(checkpoint, parameters, lambda done, total: None)
+    assert torch.equal(parameters.table[name].target, tensors[name])
+    with pytest.raises(ModelError, match=rf"{name} is in two files"):
+        check_tensors(checkpoint, implementation="transformers")  # which takes any
+
+
+def test_shards_without_an_index(tmp_path):
+    save_checkpoint("llama3", tmp_path, shards=True)
+    model = load_model(tmp_path, torch.float32)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert load_model(tmp_path, torch.float32).num_parameters == model.num_parameters
+    with pytest.raises(ModelError, match=r"has shards but no model\.safetensors\.index\.json"):
+        check_tensors(tmp_path, implementation="transformers")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    name = "model.norm.weight"
+    for shard in shards[:2]:
+        save_file(load_file(shard) | {name: torch.ones(64)}, shard)
+    with pytest.raises(ModelError, match=rf"{name} is in two files, {shards[0].name} and "):
+        check_tensors(tmp_path)
+    shards[1].unlink()
+    with pytest.raises(ModelError, match=rf"{shards[1].name} is missing"):
+        load_model(tmp_path)
 
 
 def test_missing_shard(tmp_path):

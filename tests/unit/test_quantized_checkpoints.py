@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.model_path import CheckpointError
 from baton.models.config import read_config
-from baton.models.loader import load_model
+from baton.models.loader import check_tensors, load_model
+from baton.models.quantization_config import read_format
 from quantizers import Scheme, awq, compressed, fp8, fp8_blocks, gptq, write
 
 GROUPS = {"strategy": "group", "group_size": 32}
@@ -116,6 +117,19 @@ def test_other_schemes_are_refused_by_name(config, words, tmp_path):
     with pytest.raises(CheckpointError, match=words) as caught:
         read_config(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_group_that_quantizes_activations_alone_is_left_out(tmp_path):
+    path = quantized(tmp_path, SCHEMES["ct-4-bits"])
+    stored = json.loads((path / "config.json").read_text())
+    groups = stored["quantization_config"]["config_groups"]
+    expected = read_format(stored["quantization_config"])
+    groups["group_1"] = {"targets": ["re:.*k_proj"], "weights": None, "output_activations": {"num_bits": 8}}
+    assert read_format(stored["quantization_config"]) == expected
+    (path / "config.json").write_text(json.dumps(stored))
+    check_tensors(path)
+    del groups["group_0"]
+    assert read_format(stored["quantization_config"]) is None
 
 
 def test_transformers_code_does_not_serve_them(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from random_checkpoints import (
+    VARIANTS,
     Driver,
     check_greedy,
     largest_difference,
@@ -22,12 +23,15 @@ from safetensors.torch import load_file, save_file
 
 from baton.attention.torch_sdpa import TorchAttention
 from baton.layers.mlp import ACTIVATIONS
+from baton.models import transformers_backend
 from baton.models.config import ModelError, read_config
 from baton.models.loader import check_tensors, kv_shape, load_model
 from baton.models.registry import FAMILIES
 from baton.worker.attention_check import check_attention
 from baton.worker.model import kv_layout
 from transformers_architectures import ARCHITECTURES
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -105,14 +109,33 @@ def test_the_family_that_the_documentation_adds(tmp_path, monkeypatch):
     assert {options.window for options in load_model(tmp_path).attention_options} == {16}
 
 
-def test_a_missing_tensor_is_refused(tmp_path):
-    """transformers would fill it with random values."""
-    save_checkpoint("gpt2", tmp_path, variants=ARCHITECTURES)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["transformer.h.1.mlp.c_fc.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks tensor transformer\.h\.1\.mlp\.c_fc\.weight"):
-        load_model(tmp_path)
+@pytest.mark.parametrize(
+    ("variants", "variant", "name"),
+    [
+        (ARCHITECTURES, "gpt2", "transformer.h.1.mlp.c_fc.weight"),
+        (VARIANTS, "mixtral", "model.layers.1.block_sparse_moe.experts.2.w1.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_any_is_read(
+    tmp_path, monkeypatch, variants, variant, name
+):
+    """transformers would fill them with random values, and say so when all others are loaded."""
+    save_checkpoint(variant, tmp_path, variants=variants)
+    check_tensors(tmp_path, implementation="transformers")
+    file = tmp_path / "model.safetensors"
+    tensors, load = load_file(file), transformers_backend.load
+    monkeypatch.setattr(transformers_backend, "load", None)
+    for wrong in (None, torch.zeros(3, 4)):
+        changed = {key: each for key, each in tensors.items() if key != name}
+        save_file(changed | ({} if wrong is None else {name: wrong}), file, metadata={"format": "pt"})
+        for check in check_tensors, load_model:
+            with pytest.raises(ModelError, match=r"lacks tensor .*\.1\.\S+, or has it in another") as caught:
+                check(tmp_path, implementation="transformers")
+            assert "\n" not in str(caught.value)
+        with pytest.raises(
+            ModelError, match=r"lacks tensor|cannot be loaded"
+        ):  # nor does transformers take it
+            load(tmp_path, read_config(tmp_path, None, "transformers"), torch.float32, CPU, False)
 
 
 def test_a_window_that_only_a_mask_has_is_refused(tmp_path):

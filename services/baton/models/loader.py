@@ -24,7 +24,7 @@ from baton.models.config import ModelConfig, ModelError, read_config
 from baton.models.decoder import Decoder, LanguageModel
 from baton.models.kv_scales import is_kv_scale
 from baton.models.registry import build
-from baton.models.tensor_files import TensorFile, tensor_files
+from baton.models.tensor_files import TensorFile, stored_shapes, tensor_files, twice
 from baton.models.weight_plan import weight_plan
 
 LoadingProgress = Callable[[int, int], None]
@@ -69,13 +69,15 @@ def _check(
     path: Path, parameters: dict[str, Parameter], ignored: Sequence[str], elsewhere: Collection[str]
 ) -> list[tuple[TensorFile, list[str]]]:
     """The tensors to read from each file."""
-    missing = set(parameters)
+    missing, where = set(parameters), dict[str, Path]()
     found = []
     for file in tensor_files(path):
         names = []
         for name, shape in file.shapes().items():
             if name in elsewhere:
                 continue
+            if name in where:
+                raise twice(name, where[name], file.path)
             if name not in missing:
                 # Some checkpoints carry frequencies, although config.json determines them.
                 known = name.startswith(tuple(ignored)) or name.endswith("rotary_emb.inv_freq")
@@ -85,6 +87,7 @@ def _check(
             if shape != (wanted := list(parameters[name].shape)):
                 raise ModelError(f"tensor {name} has shape {shape}, the configuration asks for {wanted}")
             missing.discard(name)
+            where[name] = file.path
             names.append(name)
         found.append((file, names))
     if missing:
@@ -110,7 +113,7 @@ def check_tensors(
     config = read_config(path, context_length, implementation)
     if config.implementation == "transformers":
         transformers_backend.kv_shape(config)
-        tensor_files(path)
+        transformers_backend.check_names(path, config, stored_shapes(path))
         return
     plan = weight_plan(path, torch.device("meta"), quantization, False)
     parameters = declared(path, None, context_length, plan).parameters
@@ -242,6 +245,8 @@ def load_model(
     dtype, device = dtype or config.dtype, torch.device(device)
     if config.implementation == "transformers":
         _check_plain(quantization, quantize_head, shard)
+        if load_format != "dummy":
+            transformers_backend.check_names(path, config, stored_shapes(path))
         return transformers_backend.load(path, config, dtype, device, load_format == "dummy")
     plan = weight_plan(path, device, quantization, quantize_head, load_format, dtype)
     parameters = Parameters(dtype, device, plan=plan, shard=shard, communicator=communicator)

@@ -135,10 +135,14 @@ def _compressed(config: Mapping[str, Any]) -> CheckpointFormat | None:
         return None
     found: list[CheckpointFormat] = []
     for group in config["config_groups"].values():
+        if "weights" in group and group["weights"] is None:
+            continue  # it rounds activations alone, which stay as they are
         own = group.get("format") or kind
         if own not in _COMPRESSED:
             raise _refusal(f"{name} in format {own!r}")
         found.append(_compressed_group(name, own, group["weights"]))
+    if not found and config["config_groups"]:
+        return None
     if not found or any(each != found[0] for each in found):
         raise _refusal(f"{name} with {len(found)} different schemes")
     return found[0]

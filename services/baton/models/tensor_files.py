@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +57,7 @@ def tensor_files(path: Path) -> list[TensorFile]:
     cannot be read."""
     if path.is_file():
         return [GgufTensors(path)]
-    files = [SafetensorsFile(file) for file in file_names(path)]
+    files = _safetensors_files(path)
     format = stored_format(path)
     if format is not None:
         where = {name: file for file in files for name in file.shapes()}
@@ -76,25 +78,66 @@ def stored_format(path: Path) -> CheckpointFormat | None:
     return read_format(quantization_config(path))
 
 
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"(model-)(\d{5})(-of-(\d{5})\.safetensors)")
+
+
 def file_names(path: Path) -> list[Path]:
-    """A checkpoint's safetensors files. Raises ModelError when one is missing."""
-    index = path / "model.safetensors.index.json"
+    """A checkpoint's safetensors files: those that its index names, the single one, or all shards. Raises
+    ModelError when one is missing."""
     single = path / "model.safetensors"
-    if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise ModelError(f"{index} is damaged: weight_map does not name the file of each tensor")
-        if outside := [name for name in names.values() if Path(name).name != name]:
-            raise ModelError(f"{index} names {outside[0]!r}, which is no file beside it; get it again")
+    if names := _index(path):
         files = [path / name for name in sorted(set(names.values()))]
     elif single.is_file():
         files = [single]
+    elif shard := next(
+        filter(None, map(_SHARD.fullmatch, sorted(each.name for each in path.iterdir()))), None
+    ):
+        files = [path / f"{shard[1]}{number:05}{shard[3]}" for number in range(1, int(shard[4]) + 1)]
     else:
         raise ModelError(f"{path} has no model.safetensors; only safetensors and GGUF files are read")
     for file in files:
         if not file.is_file():
             raise ModelError(f"{file} is missing")
     return files
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Name of a tensor -> name of its file; empty: there is no index. Raises ModelError."""
+    index = path / INDEX
+    if not index.is_file():
+        return {}
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
+        raise ModelError(f"{index} is damaged: weight_map does not name the file of each tensor")
+    if outside := [name for name in names.values() if Path(name).name != name]:
+        raise ModelError(f"{index} names {outside[0]!r}, which is no file beside it; get it again")
+    return names
+
+
+def _safetensors_files(path: Path) -> list[SafetensorsFile]:
+    index = _index(path)
+    return [SafetensorsFile(file, index) for file in file_names(path)]
+
+
+def stored_shapes(path: Path) -> dict[str, list[int]]:
+    """Shapes of a directory's tensors by the names that they have in its files, for transformers to load.
+    Raises ModelError for files that it does not load, or of which it might take another tensor."""
+    files = file_names(path)
+    if len(files) > 1 and not _index(path):
+        raise ModelError(f"{path} has shards but no {INDEX}, which transformers' code needs; get it again")
+    shapes, where = dict[str, list[int]](), dict[str, Path]()
+    for file in files:
+        for _, name, tensors in SafetensorsFile(file)._tensors():
+            if name in where:
+                raise twice(name, where[name], file)
+            shapes[name], where[name] = tensors.get_slice(name).get_shape(), file
+    return shapes
+
+
+def twice(name: str, one: Path, other: Path) -> ModelError:
+    """The error of a tensor that two files have, where nothing says which is the right one."""
+    return ModelError(f"tensor {name} is in two files, {one.name} and {other.name}; get the checkpoint again")
 
 
 WRAPPED = {
@@ -116,8 +159,9 @@ class SafetensorsFile:
     """One of a checkpoint's safetensors files; a TensorFile. The language model of a wrapper has the names
     that it has by itself."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, index: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`index`: the name of the file of each tensor; of copies in other files nothing is read."""
+        self.path, self._index = path, index
 
     def shapes(self) -> dict[str, list[int]]:
         return {name: tensors.get_slice(stored).get_shape() for name, stored, tensors in self._tensors()}
@@ -146,7 +190,8 @@ class SafetensorsFile:
         try:
             with safe_open(self.path, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield _unwrapped(name), name, tensors
+                    if self._index.get(name, self.path.name) == self.path.name:
+                        yield _unwrapped(name), name, tensors
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self.path} cannot be read: {error}") from error
 

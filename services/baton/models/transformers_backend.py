@@ -7,7 +7,7 @@ sequence; only attention tells them apart. Slower than a family of this package,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +97,37 @@ def _untrained(config: ModelConfig, dtype: torch.dtype) -> Any:
     return _auto_class(config.hf).from_config(config.hf, dtype=dtype, attn_implementation=NAME)
 
 
+def check_names(path: Path, config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Lets transformers load tensors without contents, as it renames and merges them. Raises ModelError if
+    they are not those of the model. `shapes`: of the tensors in the files, by their names there."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    model = _without_memory(config, torch.bfloat16)
+    meta = torch.device("meta")
+    tensors = {
+        name: torch.empty(tuple(shape), dtype=torch.bfloat16, device=meta) for name, shape in shapes.items()
+    }
+    try:
+        renamed: Any = get_model_conversion_mapping(model)
+        how = LoadStateDictConfig(dtype=torch.bfloat16, device_map={"": meta}, weight_mapping=renamed)
+        info, _ = model._load_pretrained_model(model, tensors, None, how)
+        model.mark_tied_weights_as_initialized(info)
+        model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+        model._adjust_missing_and_unexpected_keys(info)
+    except Exception as error:  # anything that transformers may raise for arbitrary tensors
+        raise ModelError(f"{path} cannot be loaded by transformers: {first_line(error)}") from error
+    _check_loaded(path, {**info.to_dict(), "conversion_errors": info.conversion_errors})
+
+
+def _check_loaded(path: Path, info: Mapping[str, Any]) -> None:
+    """Raises ModelError if a tensor of the model was not loaded: transformers makes up random ones."""
+    wrong = (key for key, *_ in info["mismatched_keys"])
+    if missing := sorted({*info["missing_keys"], *wrong, *info.get("conversion_errors", ())}):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{path} lacks tensor {missing[0]}{more}, or has it in another shape")
+
+
 def load(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, dummy: bool
 ) -> TransformersModel:
@@ -118,11 +149,10 @@ def load(
                 dtype=dtype,
                 attn_implementation=NAME,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused by name
             )
             model, info = loaded
-            if missing := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                raise ModelError(f"{path} lacks tensor {missing[0]}{more}, or has it in another shape")
+            _check_loaded(path, info)
     except ModelError:
         raise
     except Exception as error:  # anything that transformers may raise for an arbitrary checkpoint

@@ -56,6 +56,14 @@ class Conversation:
         """The conversation with ids of calls as Mistral's templates want them."""
         return Conversation([_short_ids(each) for each in self.messages], self.tools, self.arguments)
 
+    def with_parts(self) -> Conversation:
+        """The conversation with what messages say as lists of parts, as some templates want it."""
+        messages = [
+            {**each, "content": [{"type": "text", "text": each["content"]}] if each["content"] else []}
+            for each in self.messages
+        ]
+        return Conversation(messages, self.tools, self.arguments)
+
     def without_tools(self) -> Conversation:
         """The conversation for a template that knows no tools."""
         messages = [_plain(message) for message in self.messages]

@@ -23,6 +23,9 @@ from tokenizers import (
 from baton.checkpoint_limits import check_added_tokens
 from baton.gguf_file import BYTE, CONTROL, UNUSED, USER_DEFINED, GgufFile
 from baton.model_path import CheckpointError
+from baton.rpc.logs import get_logger
+
+_log = get_logger()
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -52,6 +55,12 @@ _CASED = (
 _CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _MARKS = r"[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
 _DEEPSEEK = (r"[\r\n]", rf"\s?{_CASED}+", rf"\s?{_MARKS}+", r"\s+$", _CJK, r"\p{N}")
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
@@ -61,6 +70,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "deepseek-llm": _DEEPSEEK,
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
     "tekken": (_TEKKEN,),
+    **dict.fromkeys(("default", ""), _DEFAULT),
 }
 """tokenizer.ggml.pre: what words are; each expression splits what the ones before have left whole."""
 _GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "jais")
@@ -117,7 +127,11 @@ def read_tokenizer(file: GgufFile) -> Any:
 
 def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
     """A byte-level BPE, and whether it begins texts with a token by default."""
-    pre = file.value("tokenizer.ggml.pre", str)
+    pre = file.value("tokenizer.ggml.pre", str, "")
+    if not pre:
+        _log.warning(
+            "the file names no pre-tokenizer; words are split as llama.cpp does then", file=file.path
+        )
     merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges", list)]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS))
     if pre in _SPLITS:
@@ -133,7 +147,7 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, 
     else:
         raise CheckpointError(
             f"{file.path}: pre-tokenizer {pre!r} is not supported; "
-            f"supported are {', '.join(sorted((*_SPLITS, *_GPT2, *_DIGITS)))}"
+            f"supported are {', '.join(filter(None, sorted((*_SPLITS, *_GPT2, *_DIGITS))))}"
         )
     if _SPLITS.get(pre) == (_QWEN2,):
         tokenizer.normalizer = normalizers.NFC()

@@ -20,6 +20,7 @@ from baton.rpc.logs import get_logger
 from baton.rpc.validate import check_sampling
 from baton.tokenizer import output_formats
 from baton.tokenizer.chat_encoder import ChatEncoder, Rendered
+from baton.tokenizer.chat_templates import read_templates, takes_parts
 from baton.tokenizer.conversation import Conversation
 from baton.tokenizer.gguf_tokenizer import read_tokenizer
 from baton.tokenizer.render_limits import RenderLimits, takes_powers
@@ -79,6 +80,8 @@ class HFTokenizer:
     _chat_encoder: ChatEncoder | None = None
     """None: special tokens that a message's content names become those tokens."""
     _limits: RenderLimits = field(default_factory=RenderLimits)
+    _parts: bool = False
+    """The template takes lists of parts, not texts."""
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. An empty text has only those that the tokenizer adds itself.
@@ -113,6 +116,8 @@ class HFTokenizer:
             raise NoChatTemplate
 
         def render(conversation: Conversation) -> str:
+            if self._parts:
+                conversation = conversation.with_parts()
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in conversation.messages],
                 tools=[dict(tool) for tool in conversation.tools] or None,
@@ -177,6 +182,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         generation = read_json(generation_path) if generation_path.is_file() else {}
         recommended = _default_sampling(generation_path, generation)
         tokenizer = _read_tokenizer(path)
+        read_templates(path, tokenizer)
         tokens = len(tokenizer)
         text = config.get("text_config")  # of a model that takes more than text
         config = {**config, **(text if isinstance(text, dict) else {})}
@@ -202,6 +208,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
     except UnknownDecoder as error:
         raise CheckpointError(f"cannot use the tokenizer in {path}: {error}") from error
     _ = vocabulary.hash  # computed here, in a thread
+    limits = RenderLimits()
     return HFTokenizer(
         vocabulary=vocabulary,
         eos_token_ids=eos,
@@ -211,6 +218,8 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         begin_token_id=_begin(tokenizer, eos),
         default_sampling=recommended,
         _chat_encoder=None if special_tokens_in_content else ChatEncoder(backend, tokenizer.unk_token_id),
+        _limits=limits,
+        _parts=bool(tokenizer.chat_template) and takes_parts(tokenizer, limits),
     )
 
 
