@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 from baton.attention.registry import BACKENDS
 from baton.cli.config_fields import ROLES, as_flags, build, fields_of, given
 from baton.cli.options import config_file_option, config_options
-from baton.cli.serve import DEFAULT_PORTS, serve
+from baton.cli.serve import DEFAULT_PORTS, PACKAGES, serve
 from baton.cli.up import settings_by_role, up
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, WorkerConfig
 from baton.engine.waiting_queue import POLICIES as SCHEDULING
@@ -198,6 +199,11 @@ def test_flags_for_a_child_round_trip(role: str) -> None:
 
 def test_given_leaves_out_what_was_not() -> None:
     assert given(DecodeConfig, {"model": None, "prefill": (), "kv_tokens": 5, "other": 1}) == {"kv_tokens": 5}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_role_has_a_process_to_serve(role: str) -> None:
+    assert importlib.util.find_spec(f"{PACKAGES[role]}.server")
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -35,6 +35,12 @@ def hold_lifeline(grace_seconds: float = GRACE_SECONDS) -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
+PACKAGES = {
+    "gateway": "baton.api",
+    "tokenizer": "baton.tokenizer",
+    "prefill": "baton.worker.prefill",
+    "decode": "baton.worker.decode",
+}
 DEFAULT_PORTS = {
     "gateway": (50050, 8000),
     "tokenizer": (50051, 51051),
@@ -119,7 +125,7 @@ def _add(role: str) -> None:
             from baton.worker.ranks.hosts import serve_host
 
             sys.exit(serve_host(settings, role))
-        process = importlib.import_module(f"baton.{'api' if role == 'gateway' else role}.server")
+        process = importlib.import_module(f"{PACKAGES[role]}.server")
         from baton.rpc.node import run_process
 
         sys.exit(run_process(process.serve(settings)))
