@@ -24,7 +24,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,11 +233,11 @@ def ask(kind: str, architecture: str, seconds: float = SECONDS) -> Verdict:
     process.start()
     sender.close()
     try:
-        if not receiver.poll(seconds):
+        if not wait([receiver, process.sentinel], seconds):
             return Verdict(FAULT, f"no answer after {seconds:.0f} s")
-        by, why = receiver.recv()
-        return Verdict(by, why)
-    except EOFError:
+        with contextlib.suppress(EOFError):
+            if receiver.poll():
+                return Verdict(*receiver.recv())
         process.join()
         return Verdict(FAULT, f"its process ended with {process.exitcode}")
     finally:
@@ -276,6 +277,7 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, help="a page with the table between two marks")
     parser.add_argument("--only", default="", help="these model types, with commas between them")
+    parser.add_argument("--jobs", type=int, default=1, help="architectures that are asked at a time")
     options = parser.parse_args()
     import transformers
     import transformers.models.llava.modeling_llava  # once, before processes are forked
@@ -286,16 +288,16 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # threads do not survive a fork
     only = set(filter(None, options.only.split(",")))
+    asked = [each for each in architectures() if not only or each[0] in only]
     table, faults = ["| architecture | served by |", "| --- | --- |"], []
-    for kind, architecture in architectures():
-        if only and kind not in only:
-            continue
-        found = ask(kind, architecture)
-        words = f"{found.by}: {short(found.why)}" if found.why else found.by
-        table.append(f"| `{architecture}` (`{kind}`) | {words} |")
-        print(table[-1], flush=True)
-        if found.by == FAULT:
-            faults.append(kind)
+    with ThreadPoolExecutor(options.jobs) as threads:
+        answers = threads.map(lambda each: ask(*each), asked)
+        for (kind, architecture), found in zip(asked, answers, strict=True):
+            words = f"{found.by}: {short(found.why)}" if found.why else found.by
+            table.append(f"| `{architecture}` (`{kind}`) | {words} |")
+            print(table[-1], flush=True)
+            if found.by == FAULT:
+                faults.append(kind)
     if options.write:
         text = options.write.read_text()
         before, _, rest = text.partition(BEGIN)
