@@ -22,6 +22,7 @@ import re
 import resource
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 LAYERS = 12
@@ -41,6 +43,8 @@ TRIES = ((16, True), (8, True), (16, False), (8, False))
 """What widths are divided by, and whether there are fewer layers: the first that transformers can make."""
 SECONDS = 300.0
 MEMORY = 6 * 2**30
+"""By which a process may grow."""
+_FORKS = threading.Lock()
 LIMIT = 1e-3
 """Largest difference of logits, as a part of the largest; the median over all tokens."""
 BEGIN, END = "<!-- made by tools/model_table.py -->\n", "<!-- end -->\n"
@@ -230,7 +234,8 @@ def ask(kind: str, architecture: str, seconds: float = SECONDS) -> Verdict:
     processes = multiprocessing.get_context("fork")
     receiver, sender = processes.Pipe(duplex=False)
     process = processes.Process(target=_answer, args=(kind, architecture, sender))
-    process.start()
+    with _FORKS:
+        process.start()
     sender.close()
     try:
         if not wait([receiver, process.sentinel], seconds):
@@ -248,7 +253,8 @@ def ask(kind: str, architecture: str, seconds: float = SECONDS) -> Verdict:
 def _answer(kind: str, architecture: str, sender: Connection) -> None:
     from baton.models.config import first_line
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    limit = psutil.Process().memory_info().vms + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     os.environ["HF_HUB_OFFLINE"] = "1"
     with (
         tempfile.TemporaryDirectory() as folder,
