@@ -39,7 +39,7 @@ from baton.cli.console import table
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
-from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import PagePool, PoolLayout
 from baton.layers.quantization.int8_cpu import MOST_ROWS, Int8Matrix
 from baton.model_path import resolve
 from baton.models.loader import load_model, weight_bytes
@@ -55,11 +55,9 @@ class Engine:
         self.options = options
         self.mib = weight_bytes(path, torch.float32, CONTEXT, **options) / 2**20
         model = load_model(path, torch.float32, context_length=CONTEXT, **options)
-        layout = KvLayout(
-            model.config.num_layers, model.kv.heads, model.kv.dim, PAGE, model.dtype, model.kv.parts
-        )
+        layout = PoolLayout.of(model.caches, PAGE, model.dtype)
         each = CONTEXT // PAGE
-        pool = KvPool(layout, ROWS * each)
+        pool = PagePool(layout, ROWS * each)
         pool.raw.zero_()
         backend, _ = resolve_attention("auto", torch.device("cpu"))
         self.runner = ModelRunner(

@@ -19,7 +19,7 @@ from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
-from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool, PagePool
 from baton.layers.forward_batch import ForwardBatch
 from baton.models.loader import declared, load_model
 from baton.worker.model import kv_layout
@@ -87,14 +87,14 @@ def make(
     if kv_scales is not None:
         model.set_kv_scales(kv_scales.to(device))
     layout = kv_layout(model, page_size, CONTEXT)
-    pool = KvPool(layout, num_pages, device, spare=1)
-    pool.pages.fill_(poison)
+    pool = PagePool(layout, num_pages, device, spare=1)
+    pool.raw.view(layout.dtype).fill_(poison)
     kind, _, pair = kind.partition(":")
     if kind in ("graphs", "eager", "invariant"):
         usual = "mixed/mixed"
         if kind == "invariant":
             features = frozenset[str]().union(*(options.features for options in model.attention_options))
-            chosen, _ = resolve("auto", CUDA, model.dtype, model.kv.dim, features, invariant=True)
+            chosen, _ = resolve("auto", CUDA, model.dtype, model.caches[0].head_dim, features, invariant=True)
             usual = f"{chosen.name}/{chosen.name}"
         prefill, decode = (BACKENDS[name] for name in (pair or usual).split("/"))
         runner = CudaRunner(
@@ -109,7 +109,7 @@ def make(
             batch_invariant=kind == "invariant",
         )
     else:
-        torch_name = "torch" if model.kv.parts == 2 else "torch-mla"
+        torch_name = "torch" if model.caches[0].parts == 2 else "torch-mla"
         backend = BACKENDS[kind if kind in ("fa3", "triton") else torch_name]
         runner = ModelRunner(
             model, pool, max_slots=slots, prefill_attention=backend, decode_attention=backend, device=device
@@ -185,8 +185,8 @@ def reference_logits(
     if kv_scales is not None:
         model.set_kv_scales(kv_scales)
     kept = torch.float32 if kv_scales is None else E4M3
-    kv, options = model.kv, model.attention_options
-    layout = KvLayout(config.num_layers, kv.heads, kv.dim, CONTEXT, kept, kv.parts)
+    kv, options = model.caches[0], model.attention_options
+    layout = KvLayout(config.num_layers, kv.heads, kv.head_dim, CONTEXT, kept, kv.parts)
     name = "torch" if kv.parts == 2 else "torch-mla"
     backend = BACKENDS[name](KvPool(layout, 1), config.num_heads, options)
     from baton.attention.base import AttentionRow

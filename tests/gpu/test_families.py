@@ -188,9 +188,9 @@ def test_pages_that_have_left_the_window_are_given_up(checkpoints, family, enoug
     path, prompts = checkpoints(family), prompts_of(380, 400, seed=5)
     params = [dataclasses.replace(GREEDY, max_tokens=120)] * 2
     runner, cache = make(path, "graphs:triton/triton", torch.float32, num_pages=enough)
-    runner._pool.pages.fill_(torch.nan)
+    runner._pool.groups[0].pages.fill_(torch.nan)
     groups = runner._pool.layout.groups
-    assert sum(group.window is not None for group in groups) and enough < 2 * 32 * len(groups)
+    assert sum(group.spec.window is not None for group in groups) and enough < 2 * 32 * len(groups)
     got = generate(runner, cache, prompts, params, budget=64)
     assert_greedy(path, prompts, got, 2e-3)
 

@@ -16,7 +16,7 @@ from baton.attention.torch_mla import TorchMlaAttention
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
-from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import KvLayout, KvPool, PagePool, PoolLayout
 from baton.layers.attention import AttentionOptions
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.mla import MlaProjections
@@ -110,8 +110,8 @@ def make(path, dtype, kind, page_size=64):
     """kind: "graphs" or "eager" (CudaRunner), else ModelRunner; behind a colon the backend."""
     kind, _, name = kind.partition(":")
     model = load_model(path, dtype, CUDA)
-    layout = KvLayout(model.config.num_layers, model.kv.heads, model.kv.dim, page_size, dtype, model.kv.parts)
-    pool = KvPool(layout, 300, CUDA, spare=1)
+    layout = PoolLayout.of(model.caches, page_size, dtype)
+    pool = PagePool(layout, 300, CUDA, spare=1)
     pool.raw.zero_()
     backend = BACKENDS[name]
     common = {"max_slots": 16, "prefill_attention": backend, "decode_attention": backend}
@@ -133,7 +133,7 @@ class Reference:
     def logits(self, tokens):
         """[tokens, vocab], in one pass."""
         model = self._model
-        layout = KvLayout(model.config.num_layers, 1, model.kv.dim, CONTEXT, FP32, 1)
+        layout = KvLayout(model.config.num_layers, 1, model.caches[0].head_dim, CONTEXT, FP32, 1)
         pool = KvPool(layout, 1, CUDA)
         backend = TorchMlaAttention(pool, model.config.num_heads, model.attention_options)
         backend.prepare([AttentionRow(0, len(tokens), (0,))])

@@ -65,7 +65,7 @@ def with_scales(path):
     tensors = load_file(path / "model.safetensors")
     model = declared(path)
     for layer in range(len(model.layers)):
-        scales = torch.linspace(0.02, 0.07, model.kv.heads) * (1 + layer)
+        scales = torch.linspace(0.02, 0.07, model.caches[0].heads) * (1 + layer)
         tensors |= {f"model.layers.{layer}.self_attn.{part}_scale": scales.clone() for part in "kv"}
     save_file(tensors, path / "model.safetensors")
     return path

@@ -218,7 +218,7 @@ def test_a_small_step_by_graph_equals_the_same_without(checkpoint, pair):
                 torch.testing.assert_close(got, want, atol=0.2, rtol=0.05)
                 assert (got - want).abs().mean() < 0.03
     assert used == set(graphs._shapes)
-    assert runner._pool.pages.isfinite().all() and runner._pool.raw.isfinite().all()
+    assert runner._pool.groups[0].pages.isfinite().all() and runner._pool.raw.isfinite().all()
 
 
 def test_small_steps_are_launched_by_graph(checkpoint, monkeypatch):
@@ -249,7 +249,7 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(checkpoint, 
     rows = [PlanRow(s, tuple(p), 0, ((2 * s, 2 * s + 1),), (s,)) for s, p in enumerate(prompts)]
     inits = tuple(SlotInit(s, GREEDY, 0, (), ()) for s in range(2))
     runner.read(runner.launch(StepPlan(1, tuple(rows), inits)))
-    runner._pool.pages[2].fill_(math.nan)
+    runner._pool.groups[0].pages[2].fill_(math.nan)
     rows = [PlanRow(s, None, len(p), ((2 * s, 2 * s + 1),), (s,)) for s, p in enumerate(prompts)]
     good, bad = runner.read(runner.launch(StepPlan(2, tuple(rows)))).rows
     assert good.error is None and bad.error is not None

@@ -32,7 +32,7 @@ from baton.engine.model_runner import LaunchedStep, ModelRunner
 from baton.engine.plan import PlanRow, RowResult, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
 from baton.kvcache import NO_PAGE
-from baton.kvcache.kv_pool import KvPool
+from baton.kvcache.kv_pool import PagePool
 from baton.models.loader import load_model
 from baton.worker.model import kv_layout
 
@@ -285,8 +285,8 @@ class Driver:
         layout = kv_layout(self.model, page_size, self.model.config.context_length)
         num_pages *= len(layout.groups)
         heads = self.model.shard.kv_heads(layout.num_kv_heads)
-        self.pool = KvPool(layout, num_pages, storage=storage, heads=heads)
-        self.pool.pages.fill_(math.nan)  # memory that nothing may read before it is written
+        self.pool = PagePool(layout, num_pages, storage=storage, heads=heads)
+        self.pool.raw.view(layout.dtype).fill_(math.nan)  # memory that nothing may read before it is written
         features = frozenset[str]().union(*(options.features for options in self.model.attention_options))
         backend, _ = resolve("auto", torch.device("cpu"), features=features)
         self.runner = ModelRunner(
@@ -327,7 +327,7 @@ class Driver:
         """Page tables for a row that begins at `start`."""
         layout, found = self.pool.layout, []
         for group, table in zip(layout.groups, track.tables, strict=True):
-            first = group.sees(start, layout.page_size)
+            first = group.spec.sees(start, layout.page_size)
             found.append((NO_PAGE,) * first + table[first:])
         return tuple(found)
 

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 
 from baton.bench.kv_transfer import fitting
 from baton.cli.bench_kv import kv
-from baton.kvcache.kv_pool import KvLayout
+from baton.kvcache.kv_pool import PoolLayout
+from baton.layers.cache_spec import Full
 
 KV = (sys.executable, "-c", "from baton.cli.bench_kv import kv; kv()")
 
@@ -85,7 +86,7 @@ def test_what_cannot_be_measured(arguments, code, text):
 
 
 def test_lengths_fit_if_both_pools_do(monkeypatch):
-    layout = KvLayout(1, 1, 1, 16, torch.float32)
+    layout = PoolLayout.of([Full()], 16, torch.float32)
     usage = SimpleNamespace(free=4 * 100 * layout.page_bytes)  # each pool has twice a prompt's pages and one
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     assert fitting((16 * 99, 16 * 100), layout, torch.device("cpu")) == (16 * 99,)

@@ -12,14 +12,15 @@ from baton.engine.plan import SlotInit
 from baton.engine.sampler_state import SlotStates
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.warmup import StepLimits, largest_steps
-from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import PagePool, PoolLayout
+from baton.layers.cache_spec import Full
 from baton.models.loader import load_model
 from baton.rpc.errors import BatonError
 from baton.worker.memory import fitting, run_largest_steps
 from baton.worker.model import device_of
 
 GIB = 2**30
-LAYOUT = KvLayout(32, 8, 128, 64, torch.bfloat16)
+LAYOUT = PoolLayout.of([Full(heads=8, head_dim=128)] * 32, 64, torch.bfloat16)
 """Pages of 8 MiB: 128 to a GiB."""
 
 
@@ -85,11 +86,10 @@ def test_the_largest_steps_are_as_large_as_any_and_can_be_computed(slots, limits
         for row in step.rows:
             assert row.start + row.count <= min(limits.context_length, len(row.tables[0]) * limits.page_size)
     model = load_model(checkpoint, torch.float32, "cpu")
-    shape = model.config
-    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, limits.page_size, torch.float32)
+    layout = PoolLayout.of(model.caches, limits.page_size, torch.float32)
     runner = ModelRunner(
         model,
-        KvPool(layout, 1),
+        PagePool(layout, 1),
         max_slots=slots,
         prefill_attention=BACKENDS["torch"],
         decode_attention=BACKENDS["torch"],

@@ -19,6 +19,7 @@ from baton.kvcache import (
     PrefixTree,
 )
 from baton.kvcache.kv_groups import divide_layers, longest, peak
+from baton.layers.cache_spec import Full, SlidingWindow, attention_cache
 
 PAGE = 2
 
@@ -36,28 +37,29 @@ PAGE = 2
     ],
 )
 def test_layers_are_divided_among_pages_of_one_size(windows, size, expected):
-    groups = divide_layers(windows)
-    assert [group.window for group in groups] == expected
+    groups, room = divide_layers([attention_cache(window) for window in windows])
+    assert room == 2 * size
+    assert [group.spec.window for group in groups] == expected
     assert max(len(group.layers) for group in groups) == size
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
     for group in groups:
-        assert all(windows[layer] == group.window for layer in group.layers)
+        assert all(windows[layer] == group.spec.window for layer in group.layers)
 
 
 def test_a_window_sees_and_keeps_pages_up_to_its_borders():
-    group = KvGroup(window=5)
+    spec = SlidingWindow(5)
     # Position 9 sees 5 to 9; 10 sees 6 to 10.
-    assert [group.sees(position, 2) for position in (0, 4, 5, 6, 9, 10)] == [0, 0, 0, 1, 2, 3]
+    assert [spec.sees(position, 2) for position in (0, 4, 5, 6, 9, 10)] == [0, 0, 0, 1, 2, 3]
     # A sequence at 10 could be cut back to the border at 8, which sees 4.
-    assert [group.keeps(position, 2) for position in (0, 8, 9, 10, 11)] == [0, 1, 2, 2, 3]
-    assert FULL.sees(99, 2) == FULL.keeps(99, 2) == 0
+    assert [spec.keeps(position, 2) for position in (0, 8, 9, 10, 11)] == [0, 1, 2, 2, 3]
+    assert Full().sees(99, 2) == Full().keeps(99, 2) == 0
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
 def test_no_sequence_holds_more_than_its_peak(window, chunk):
     """As the scheduler does it: two steps in flight, pages given up when the first has retired."""
-    groups = (FULL, KvGroup(window))
+    groups = (FULL, KvGroup(SlidingWindow(window)))
     for total in (1, 5, 24, 41):
         cache = KvCacheManager(PageAllocator(200), PrefixTree(PAGE, groups=groups))
         holding, ends, most = cache.hold([]), [0], 0
@@ -89,7 +91,7 @@ class GroupsMachine(RuleBasedStateMachine):
     """Sequences over a cache with several groups. Each page holds what was written there: whatever a position
     sees must be the KV of its own prefix, in each group."""
 
-    groups = (FULL, KvGroup(3), KvGroup(7))
+    groups = (FULL, KvGroup(SlidingWindow(3)), KvGroup(SlidingWindow(7)))
     total = 24
 
     def __init__(self) -> None:
@@ -202,7 +204,7 @@ class GroupsMachine(RuleBasedStateMachine):
         position, holding = sequence.position, sequence.holding
         assert holding.page_tables() == tuple(map(tuple, holding.tables)), "no change is missed"
         for place, (group, table) in enumerate(zip(self.groups, holding.tables, strict=True)):
-            for index in range(group.sees(position, PAGE), position // PAGE):
+            for index in range(group.spec.sees(position, PAGE), position // PAGE):
                 expected = (place, tuple(sequence.tokens[: (index + 1) * PAGE]))
                 assert self.contents[table[index]] == expected
 
@@ -228,7 +230,7 @@ class GroupsMachine(RuleBasedStateMachine):
 
 
 class OnlyWindowsMachine(GroupsMachine):
-    groups = (KvGroup(1), KvGroup(4))
+    groups = (KvGroup(SlidingWindow(1)), KvGroup(SlidingWindow(4)))
 
 
 @pytest.mark.parametrize("machine", [GroupsMachine, OnlyWindowsMachine])
@@ -240,7 +242,7 @@ def test_pages_hold_what_positions_see(machine):
 
 def cached(length: int) -> KvCacheManager:
     """A cache that has computed range(length), page by page, and given it up."""
-    cache = KvCacheManager(PageAllocator(40), PrefixTree(PAGE, groups=(FULL, KvGroup(4))))
+    cache = KvCacheManager(PageAllocator(40), PrefixTree(PAGE, groups=(FULL, KvGroup(SlidingWindow(4)))))
     holding = cache.hold([])
     for end in range(PAGE, length + 1, PAGE):
         cache.extend(holding, end // PAGE)
@@ -270,7 +272,7 @@ def test_window_pages_inside_a_prefix_are_evicted_first_and_the_prefix_stays_usa
 
 def test_what_is_pinned_keeps_the_pages_that_it_no_longer_sees():
     """Somebody may still copy them."""
-    cache = KvCacheManager(PageAllocator(8), PrefixTree(PAGE, groups=(KvGroup(2),)))
+    cache = KvCacheManager(PageAllocator(8), PrefixTree(PAGE, groups=(KvGroup(SlidingWindow(2)),)))
     holding = cache.hold([])
     cache.extend(holding, 6)
     before = holding.page_tables()
@@ -309,7 +311,10 @@ def test_a_longer_run_fills_the_holes_of_a_cached_prefix():
 
 def test_eviction_keeps_up_with_many_prompts():
     """No page gets lost in a pool that is always full."""
-    cache = KvCacheManager(PageAllocator(120), PrefixTree(PAGE, groups=(FULL, KvGroup(5), KvGroup(5))))
+    cache = KvCacheManager(
+        PageAllocator(120),
+        PrefixTree(PAGE, groups=(FULL, KvGroup(SlidingWindow(5)), KvGroup(SlidingWindow(5)))),
+    )
     draw = random.Random(3)
     for _ in range(400):
         tokens = [draw.randrange(3) for _ in range(draw.randrange(2, 40))]

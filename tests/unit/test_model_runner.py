@@ -69,7 +69,7 @@ def test_window_groups_with_page_tables_of_what_is_seen(checkpoints, variant, pa
     """Around the borders of windows of 24 and 32, and of pages."""
     path, model = checkpoints(variant)
     driver = Driver(path, page_size=page_size, num_pages=512 // page_size)
-    assert any(group.window for group in driver.pool.layout.groups)
+    assert any(group.spec.window for group in driver.pool.layout.groups)
     for track in run_mixed(driver, random_prompts(23, 24, 25, 31, 33, 70), chunk, 12):
         assert largest_difference(model, track) < 1e-4
 

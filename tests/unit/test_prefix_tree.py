@@ -21,6 +21,7 @@ from baton.kvcache.kv_groups import FULL, KvGroup
 from baton.kvcache.page_allocator import AccountingError
 from baton.kvcache.prefix_tree import PrefixTree
 from baton.kvcache.tree_node import TreeNode
+from baton.layers.cache_spec import SlidingWindow
 
 PAGE = 2
 tokens_strategy = st.lists(st.integers(0, 1), max_size=6 * PAGE + 1)
@@ -185,7 +186,7 @@ def test_what_is_withdrawn_goes_first(policy: str) -> None:
 
 
 def test_window_pages_of_what_is_withdrawn_go_first() -> None:
-    tree = PrefixTree(1, groups=(FULL, KvGroup(window=1)))
+    tree = PrefixTree(1, groups=(FULL, KvGroup(SlidingWindow(1))))
     tree.insert([7, 8, 9], [(70, 71), (80, 81), (90, 91)])
     node, _ = tree.insert([1, 2, 3], [(10, 11), (20, 21), (30, 31)])
     tree.withdraw(node)
@@ -346,7 +347,7 @@ def test_check_sees_damage(damage: str, message: str) -> None:
     ],
 )
 def test_check_sees_damage_of_window_pages(damage: str, message: str) -> None:
-    tree = PrefixTree(1, groups=(FULL, KvGroup(window=1)))
+    tree = PrefixTree(1, groups=(FULL, KvGroup(SlidingWindow(1))))
     node, _ = tree.insert([1], [(10, 11)])
     windows = tree._windows
     tree.check()

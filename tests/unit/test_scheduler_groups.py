@@ -12,16 +12,21 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCacheManager, KvGroup, PageAllocator, PageCounts, PrefixTree
 from baton.kvcache.kv_groups import peak
+from baton.layers.cache_spec import attention_cache
 from baton.sim.model import SimLaunchedStep, SimPool, SimRunner, reference
 from baton.sim.scheduler_rules import check_scheduler
 
 SIZE = 4
 
 
+def groups_of(windows):
+    return tuple(KvGroup(attention_cache(window)) for window in windows)
+
+
 class Engine:
     def __init__(self, windows, pages, *, overlap=False, budget=8, rows=4, **config):
         self.windows = windows
-        groups = tuple(map(KvGroup, windows))
+        groups = groups_of(windows)
         pool = SimPool(pages, SIZE)
         self.cache = KvCacheManager(PageAllocator(pages, pool.generations), PrefixTree(SIZE, groups=groups))
         limits = {"context_length": 1000, "output_margin": 4, **config}
@@ -98,7 +103,7 @@ def test_window_pages_come_back_while_the_sequence_runs(windows, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("windows", "pages"), [((9,), 9), ((None, 5, 8), 68)])
 def test_a_pool_too_small_for_the_whole_history_serves_a_long_sequence(windows, pages, overlap):
-    assert pages >= peak(tuple(map(KvGroup, windows)), 200, SIZE, 16)
+    assert pages >= peak(groups_of(windows), 200, SIZE, 16)
     assert pages < 50 * len(windows)
     engine = Engine(windows, pages, overlap=overlap)
     engine.submit(1, range(60), 140)

@@ -25,7 +25,7 @@ from baton.attention.torch_sdpa import TorchAttention
 from baton.layers.mlp import ACTIVATIONS
 from baton.models import transformers_backend
 from baton.models.config import ModelError, read_config
-from baton.models.loader import check_tensors, kv_shape, load_model
+from baton.models.loader import cache_specs, check_tensors, load_model
 from baton.models.registry import FAMILIES
 from baton.worker.attention_check import check_attention
 from baton.worker.model import kv_layout
@@ -41,7 +41,7 @@ def test_logits_and_greedy_tokens_equal_generate(tmp_path, name):
     assert config.implementation == "transformers"
     driver = Driver(tmp_path, implementation="transformers")
     check(model, driver)
-    assert kv_shape(config) == driver.model.kv  # as `baton doctor` tells it, without weights
+    assert list(cache_specs(config)) == driver.model.caches  # as `baton doctor` tells it, without weights
 
 
 def check(model, driver):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ class PagedAttention(ABC):
 class GroupedAttention:
     """Attention of all layers, by a backend for each KV group."""
 
-    def __init__(self, backends: Sequence[PagedAttention], places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, backends: Sequence[PagedAttention], places: Mapping[int, tuple[int, int]]) -> None:
         """`places`: of each layer its group, and its place in the group (`kvcache.groups.places`)."""
         self._backends, self._places = backends, places
 

@@ -19,10 +19,10 @@ from baton.attention.fp8 import E4M3
 from baton.bench.machine import visible_gpus
 from baton.bench.pools import ONE_EACH, Pools, RankCounts, two_pools
 from baton.kvcache import PageAllocator
-from baton.kvcache.kv_pool import KvLayout, default_page_size
+from baton.kvcache.kv_pool import PoolLayout, default_page_size
 from baton.model_path import resolve
 from baton.models.config import read_config
-from baton.models.loader import kv_shape
+from baton.models.loader import cache_specs
 from baton.sizing.profile import MeasuredPullCost
 from baton.transport import Receiver, open_receiver
 from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy
@@ -230,7 +230,7 @@ class KvBench:
     """What `baton bench kv` measures."""
 
     model: str
-    layout: KvLayout
+    layout: PoolLayout
     device: torch.device
     owner_gpu: str
     """As CUDA_VISIBLE_DEVICES names it, or those of its ranks; empty: on the CPU."""
@@ -279,27 +279,20 @@ class KvBench:
         }
 
 
-def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> KvLayout:
-    """The layout that a worker would use. Raises ModelError or CheckpointError."""
+def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> PoolLayout:
+    """The layout that a worker would use if no layer had a window. Raises ModelError or CheckpointError."""
     config = read_config(resolve(model))
-    kv = kv_shape(config)
     default = torch.float32 if device.type == "cpu" else config.dtype
-    return KvLayout(
-        config.num_layers,
-        kv.heads,
-        kv.dim,
-        page_size or default_page_size(device),
-        PAGE_DTYPES.get(dtype, default),
-        kv.parts,
-    )
+    specs = [spec.within(1) for spec in cache_specs(config)]
+    return PoolLayout.of(specs, page_size or default_page_size(device), PAGE_DTYPES.get(dtype, default))
 
 
-def pool_pages(tokens: int, layout: KvLayout) -> int:
+def pool_pages(tokens: int, layout: PoolLayout) -> int:
     """Room for a prompt of so many tokens while others hold half of the pool."""
     return 2 * -(-tokens // layout.page_size) + 1
 
 
-def fitting(lengths: Sequence[int], layout: KvLayout, device: torch.device) -> tuple[int, ...]:
+def fitting(lengths: Sequence[int], layout: PoolLayout, device: torch.device) -> tuple[int, ...]:
     """The lengths for which two pools fit into free memory."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else shutil.disk_usage("/dev/shm").free
@@ -313,7 +306,7 @@ SHARED_MEMORY = ("shm", "cuda_ipc")
 """Transports whose receivers read the owner's generations themselves."""
 
 
-async def pull_cost(layout: KvLayout, device: torch.device, transport: str) -> MeasuredPullCost:
+async def pull_cost(layout: PoolLayout, device: torch.device, transport: str) -> MeasuredPullCost:
     """transport: empty: the one that two workers of this host use. Raises TransportError, SegmentError or
     BenchError."""
     kind = transport or ("shm" if device.type == "cpu" else "cuda_ipc")

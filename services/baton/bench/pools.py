@@ -13,7 +13,7 @@ import grpc.aio
 import torch
 
 from baton.bench.processes import BenchProcess
-from baton.kvcache.kv_pool import KvLayout
+from baton.kvcache.kv_pool import PoolLayout
 from baton.layers.tensor_parallel import Shard
 from baton.rpc.address import join_address, loopback, new_incarnation
 from baton.rpc.channel import server_options
@@ -39,7 +39,7 @@ class Pools:
 
 
 def own_pool(
-    connection: Connection, layout: KvLayout, pages: int, device: str, gpus: str, shard: Shard
+    connection: Connection, layout: PoolLayout, pages: int, device: str, gpus: str, shard: Shard
 ) -> None:
     """Owns a pool and publishes it as a prefill node does, until the connection ends. Receives the parts of
     other ranks, serialized, and sends its endpoints. gpus: as CUDA_VISIBLE_DEVICES names them; empty: none of
@@ -50,7 +50,7 @@ def own_pool(
 
 
 async def _own_pool(
-    connection: Connection, layout: KvLayout, pages: int, device: torch.device, shard: Shard
+    connection: Connection, layout: PoolLayout, pages: int, device: torch.device, shard: Shard
 ) -> None:
     pool, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation(), shard)
     if shard.size > 1:
@@ -74,7 +74,7 @@ async def _own_pool(
         published.close()
 
 
-def own_part(connection: Connection, layout: KvLayout, pages: int, gpus: str, shard: Shard) -> None:
+def own_part(connection: Connection, layout: PoolLayout, pages: int, gpus: str, shard: Shard) -> None:
     """Owns what a further rank holds of each page, on the GPU of its number, until the connection ends. Sends
     it, serialized."""
     from baton.transport.cuda_ipc import export_part
@@ -91,7 +91,7 @@ def own_part(connection: Connection, layout: KvLayout, pages: int, gpus: str, sh
 
 
 @contextlib.asynccontextmanager
-async def further_ranks(layout: KvLayout, pages: int, ranks: int, gpus: str) -> AsyncIterator[list[bytes]]:
+async def further_ranks(layout: PoolLayout, pages: int, ranks: int, gpus: str) -> AsyncIterator[list[bytes]]:
     """CudaIpcParts, serialized, of all ranks but the first. Raises BenchError."""
     started: list[BenchProcess] = []
     try:
@@ -105,7 +105,7 @@ async def further_ranks(layout: KvLayout, pages: int, ranks: int, gpus: str) -> 
 
 @contextlib.asynccontextmanager
 async def two_pools(
-    layout: KvLayout, pages: int, device: torch.device, gpus: str, ranks: RankCounts = ONE_EACH
+    layout: PoolLayout, pages: int, device: torch.device, gpus: str, ranks: RankCounts = ONE_EACH
 ) -> AsyncIterator[Pools]:
     """gpus: of the owner, see own_pool. The receiver's ranks take this process's GPUs in turn. Raises
     TransportError, SegmentError or BenchError."""

@@ -118,7 +118,7 @@ def _facts(bench: Any) -> EngineFacts:
         overlap=bench.engine.overlap,
         device=bench.engine.device.type,
         ranks=config.tp,
-        windows=tuple(group.window or 0 for group in pool.layout.groups),
+        windows=tuple(group.spec.window or 0 for group in pool.layout.groups),
     )
 
 

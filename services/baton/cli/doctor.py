@@ -243,7 +243,7 @@ def served(
     from baton.layers.tensor_parallel import Shard
     from baton.model_path import CheckpointError, resolve
     from baton.models.config import read_config
-    from baton.models.loader import check_tensors, kv_shape, weight_bytes
+    from baton.models.loader import cache_specs, check_tensors, weight_bytes
     from baton.models.weight_plan import describe
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -262,7 +262,7 @@ def served(
         size = needed()
         check_tensors(path, None, implementation, quantization)
         how = describe(path, device, quantization, dtype)
-        kv = kv_shape(config)
+        caches = cache_specs(config)
         shards = [needed(shard=Shard(rank, tp)) for rank in range(tp)]
     except CheckpointError as error:
         yield Check(name, "bad", str(error))
@@ -279,10 +279,11 @@ def served(
     yield Check("weights", "ok", f"{size / GIB:.2f} GiB on {device.type}, computed in {name}")
     size_of_one = dtype.itemsize if kv_dtype == "auto" else 1
     if tp > 1:
-        yield _ranks(shards, Shard(0, tp).kv_heads(kv.heads)[1], kv.heads, device.type)
-    token = config.num_layers * kv.heads * kv.dim * kv.parts * size_of_one
-    kind = "latents" if kv.parts == 1 else "keys and values"
-    if kv_dtype != "auto" and kv.parts == 1:
+        yield _ranks(shards, Shard(0, tp).kv_heads(caches[0].heads)[1], caches[0].heads, device.type)
+    token = sum(spec.values for spec in caches) * size_of_one
+    latent = any(spec.parts == 1 for spec in caches)
+    kind = "latents" if latent else "keys and values"
+    if kv_dtype != "auto" and latent:
         yield Check("kv", "bad", f"--kv-dtype {kv_dtype}: latents are kept in the model's dtype only")
         return
     context = (

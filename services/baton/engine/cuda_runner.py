@@ -34,7 +34,7 @@ from baton.engine.model_runner import add_pooled, pool_states
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.sampler import row_results
 from baton.kvcache.kv_groups import places
-from baton.kvcache.kv_pool import KvPool
+from baton.kvcache.kv_pool import PagePool
 from baton.layers.async_copy import Upload, to_device, to_host
 from baton.models.body import Step, make_body
 from baton.models.decoder import Decoder
@@ -52,7 +52,7 @@ class CudaRunner:
     def __init__(
         self,
         model: Decoder,
-        pool: KvPool,
+        pool: PagePool,
         *,
         max_slots: int,
         token_budget: int,
@@ -82,10 +82,10 @@ class CudaRunner:
         self._slots = DeviceSlots(max_slots, width, pool.num_pages, self._device, len(groups))
         self._body = make_body(model, pool, self._slots.tables.unbind(1), context_length, batch_invariant)
         heads, options = model.heads, model.attention_options
-        of_groups = [[options[layer] for layer in group.layers or range(len(options))] for group in groups]
-        where = places(groups, len(options))
-        self._chunks = GroupedAttention([prefill_attention(pool, heads, each) for each in of_groups], where)
-        self._singles = GroupedAttention([decode_attention(pool, heads, each) for each in of_groups], where)
+        of_groups = [[options[layer] for layer in group.layers] for group in groups]
+        views, where = list(zip(pool.groups, of_groups, strict=True)), places(groups)
+        self._chunks = GroupedAttention([prefill_attention(view, heads, own) for view, own in views], where)
+        self._singles = GroupedAttention([decode_attention(view, heads, own) for view, own in views], where)
         self._choose = sample
         self._sampler = CudaSampler(max_slots, self.vocab_size, self._device)
         self._late: CudaFlight | None = None

@@ -14,7 +14,7 @@ from baton.engine.grammar_masks import Masks, MaskStats
 from baton.engine.plan import Logprobs, PlanRow, Pooling, RowResult, StepPlan, StepResult
 from baton.engine.sampler import BAD_LOGITS, Sampler, Samples, TokenLogprobs, row_results, token_logprobs
 from baton.kvcache.kv_groups import places
-from baton.kvcache.kv_pool import KvPool
+from baton.kvcache.kv_pool import PagePool
 from baton.layers.forward_batch import ForwardBatch
 from baton.models.decoder import LanguageModel
 
@@ -44,7 +44,7 @@ class ModelRunner:
     def __init__(
         self,
         model: LanguageModel,
-        pool: KvPool,
+        pool: PagePool,
         *,
         max_slots: int,
         prefill_attention: type[AttentionBackend],
@@ -58,14 +58,13 @@ class ModelRunner:
         self._device = torch.device(device) if device is not None else model.device
         heads, options = model.heads, model.attention_options
         self._groups = pool.layout.groups
-        self._places = places(self._groups, len(options))
-        of_groups = [
-            [options[layer] for layer in group.layers or range(len(options))] for group in self._groups
-        ]
-        self._prefill = [prefill_attention(pool, heads, each) for each in of_groups]
-        self._decode = [decode_attention(pool, heads, each) for each in of_groups]
+        self._places = places(self._groups)
+        of_groups = [[options[layer] for layer in group.layers] for group in self._groups]
+        views = list(zip(pool.groups, of_groups, strict=True))
+        self._prefill = [prefill_attention(view, heads, own) for view, own in views]
+        self._decode = [decode_attention(view, heads, own) for view, own in views]
         self._communicator = model.communicator
-        shared = pool.heads != (0, pool.layout.num_kv_heads) or pool.layout.parts == 1
+        shared = pool.heads != (0, pool.layout.num_kv_heads) or pool.layout.layouts[0].parts == 1
         self._pool_shared = shared and self._communicator is not None and pool.device.type == "cpu"
         self._sampler = Sampler(max_slots, self.vocab_size, self._device) if model.shard.rank == 0 else None
         """Only rank 0 samples and has results."""
@@ -122,7 +121,7 @@ class ModelRunner:
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages. If several ranks hold the same heads in one pool, the first copies and the others
         wait for it."""
-        if not self._pool_shared or self._model.shard.keeps(self._model.kv.heads):
+        if not self._pool_shared or self._model.shard.keeps(self._model.caches[0].heads):
             for source, destination in pairs:
                 self._pool.copy_page(source, destination)
         if self._communicator is not None:
@@ -177,7 +176,7 @@ class ModelRunner:
     def _attention_row(self, row: PlanRow, group: int) -> AttentionRow:
         """What the row sees of a group, from the first page on."""
         size = self._pool.layout.page_size
-        first = self._groups[group].sees(row.start, size)
+        first = self._groups[group].spec.sees(row.start, size)
         table = row.tables[group]
         return AttentionRow(row.start - first * size, row.count, table[first:] if first else table)
 

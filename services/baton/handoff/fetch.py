@@ -125,7 +125,7 @@ class DecodeSide:
         request = leader.request
         name = self._name_of(leader, address)
         cache = self._scheduler.cache
-        begins = [group.keeps(len(leader.tokens), cache.page_size) for group in cache.groups]
+        begins = [group.spec.keeps(len(leader.tokens), cache.page_size) for group in cache.groups]
         pages: list[list[int]] = [[] for _ in begins]
         generations: list[list[int]] = [[] for _ in begins]
         handoff = Handoff(name, address, leader, now, begins, pages, generations)

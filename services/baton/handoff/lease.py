@@ -283,7 +283,7 @@ class PrefillSide:
     def _begins(self, attempt: Attempt) -> list[int]:
         """For each KV group the page index of the first page to be announced."""
         cache = self.scheduler.cache
-        return [group.keeps(attempt.length, cache.page_size) for group in cache.groups]
+        return [group.spec.keeps(attempt.length, cache.page_size) for group in cache.groups]
 
     def _announce(
         self, attempt: Attempt, leader: Sequence, tokens: int, last: bool, now: float, step: int = 0

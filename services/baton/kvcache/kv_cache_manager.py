@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count as counter
 
-from baton.kvcache import kv_groups as kv_groups
+from baton.kvcache import kv_groups
 from baton.kvcache.block_table import BlockTable
 from baton.kvcache.kv_groups import NO_PAGE
 from baton.kvcache.page_allocator import (
@@ -39,7 +39,7 @@ class KvCacheManager:
         self._serials = counter()
         self._retired = 0
         self._pending = 0
-        self._windows = [(i, group) for i, group in enumerate(self.groups) if group.window is not None]
+        self._windows = [(i, group) for i, group in enumerate(self.groups) if group.spec.rows_may_lack]
         self.has_windows = bool(self._windows)
         """Whether `drop` ever has anything to do."""
 
@@ -53,7 +53,7 @@ class KvCacheManager:
         return self._tree.version
 
     def peak(self, tokens: int, ahead: int) -> int:
-        """Most pages at a time of a sequence that grows to `tokens` tokens: see KvGroup.peak."""
+        """Most pages at a time of a sequence that grows to `tokens` tokens: see CacheSpec.peak."""
         return kv_groups.peak(self.groups, tokens, self.page_size, ahead)
 
     def longest(self, limit: int, ahead: int) -> int:
@@ -74,9 +74,9 @@ class KvCacheManager:
         tables = [list(table) for table in zip(*rows, strict=True)] if rows else [[] for _ in self.groups]
         size = self.page_size
         if position is None:
-            dropped = [group.sees(len(rows) * size, size) for group in self.groups]
+            dropped = [group.spec.sees(len(rows) * size, size) for group in self.groups]
         else:
-            dropped = [group.keeps(position, size) for group in self.groups]
+            dropped = [group.spec.keeps(position, size) for group in self.groups]
         for i, _ in self._windows:
             table, first = tables[i], min(dropped[i], len(rows))
             table[:first] = [NO_PAGE] * first
@@ -92,7 +92,7 @@ class KvCacheManager:
     def matched(self, rows: int) -> int:
         """Pages that a holding has which was made with `rows` cached page indexes."""
         at = rows * self.page_size
-        return sum(rows - group.sees(at, self.page_size) for group in self.groups)
+        return sum(rows - group.spec.sees(at, self.page_size) for group in self.groups)
 
     def unlocked(self, tokens: TokenKey, namespace: str, rows: int, position: int | None = None) -> int:
         """By how many pages `hold` with these arguments, where so many rows are usable, would lower
@@ -145,7 +145,7 @@ class KvCacheManager:
         before = self.available
         for i, group in self._windows:
             table, dropped = holding.tables[i], holding.dropped[i]
-            first = min(group.keeps(position, self.page_size), len(table))
+            first = min(group.spec.keeps(position, self.page_size), len(table))
             if first > dropped:
                 self._leave(holding, table[dropped:first])
                 table[dropped:first] = [NO_PAGE] * (first - dropped)

@@ -1,14 +1,18 @@
-"""KV groups: layers that see the same positions, and so keep and give up the same pages.
+"""KV groups: layers with equal cache declarations, which so keep and give up the same pages.
 
-Every group's page holds as many layers, so that all pages have the same number of bytes: one allocator and
-one pool serve all groups, and a sequence has a page table for each. So does vLLM's hybrid KV cache manager.
+All pages have the same number of bytes: one allocator and one pool serve all groups, and a sequence has a
+page table for each. A page holds as many of a group's layers as these bytes are enough for. So does vLLM's
+hybrid KV cache manager.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from baton.layers.cache_spec import CacheSpec, Full
 
 NO_PAGE = -1
 """In a page table, instead of a page that no later position sees."""
@@ -16,45 +20,24 @@ NO_PAGE = -1
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    window: int | None = None
-    """A token sees this many positions, the last of them its own; None: all."""
+    spec: CacheSpec
     layers: tuple[int, ...] = ()
     """Layers of the model, in the order of their places in a page."""
 
-    def sees(self, position: int, page_size: int) -> int:
-        """Index of the first page that the token at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1) // page_size
 
-    def keeps(self, position: int, page_size: int) -> int:
-        """Index of the first page that a sequence keeps which goes on at `position`: the first that the last
-        page border before it sees. So the sequence can also be used as a prefix, from that border on."""
-        return self.sees((position - 1) // page_size * page_size, page_size)
-
-    def peak(self, tokens: int, page_size: int, ahead: int) -> int:
-        """Most pages at a time of a sequence that grows to `tokens` tokens, of which steps that have not
-        retired compute at most `ahead`."""
-        pages = -(-tokens // page_size)
-        if self.window is None:
-            return pages
-        return min(pages, -(-(self.window - 1 + ahead) // page_size) + 2)
+FULL = KvGroup(Full())
+"""A group without windows."""
 
 
-FULL = KvGroup()
-"""All layers of a model without windows."""
-
-
-def places(groups: Sequence[KvGroup], layers: int) -> list[tuple[int, int]]:
-    """For each of so many layers: the index of its group, and its index in the group's pages."""
-    found = [(0, layer) for layer in range(layers)]
-    for index, group in enumerate(groups):
-        for place, layer in enumerate(group.layers):
-            found[layer] = index, place
-    return found
+def places(groups: Sequence[KvGroup]) -> dict[int, tuple[int, int]]:
+    """For each layer: the index of its group, and its index in the group's pages."""
+    pairs = [(index, group) for index, group in enumerate(groups)]
+    return {layer: (index, place) for index, group in pairs for place, layer in enumerate(group.layers)}
 
 
 def peak(groups: Sequence[KvGroup], tokens: int, page_size: int, ahead: int) -> int:
-    """Most pages at a time, of all groups: see KvGroup.peak."""
-    return sum(group.peak(tokens, page_size, ahead) for group in groups)
+    """Most pages at a time, of all groups: see CacheSpec.peak."""
+    return sum(group.spec.peak(tokens, page_size, ahead) for group in groups)
 
 
 def longest(groups: Sequence[KvGroup], pages: int, limit: int, page_size: int, ahead: int) -> int:
@@ -69,25 +52,28 @@ def longest(groups: Sequence[KvGroup], pages: int, limit: int, page_size: int, a
     return low
 
 
-def divide_layers(windows: Sequence[int | None]) -> tuple[KvGroup, ...]:
-    """Groups of a model whose layers have these windows: those that see all first, then by window.
+def divide_layers(specs: Sequence[CacheSpec]) -> tuple[tuple[KvGroup, ...], int]:
+    """Groups of a model whose layers have these declarations: those that see all first, then by window. And
+    the numbers that a page holds of each of its tokens, a multiple of `CacheSpec.values` of all groups.
 
-    A page holds the number of layers for which the places that stay empty and the page tables are fewest
-    together: gpt-oss (18 + 18 layers) has two groups of 18, Gemma 3 with 5 + 29 layers seven of 5, one place
-    of them empty.
+    A page holds as many for which the places that stay empty and the page tables are fewest together:
+    gpt-oss (18 + 18 layers) has two groups of 18, Gemma 3 with 5 + 29 layers seven of 5, one place of them
+    empty. Where layers keep different numbers of values, a page has room for more of the smaller ones.
     """
-    counts = Counter(windows)
+    counts = Counter(specs)
+    least = min(spec.values for spec in counts)
+    common = math.lcm(*(spec.values for spec in counts))
 
     def cost(size: int) -> tuple[int, int]:
-        """Places and page tables, and places alone."""
-        groups = sum(-(-count // size) for count in counts.values())
-        return groups * (size + 1), groups * size
+        """Values and page tables, and values alone; a page table counts as a layer of the smallest."""
+        groups = sum(-(-count * spec.values // size) for spec, count in counts.items())
+        return groups * (size + least), groups * size
 
-    size = min(range(1, max(counts.values()) + 1), key=cost)
+    most = max(-(-count * spec.values // common) for spec, count in counts.items())
+    size = min(range(common, most * common + 1, common), key=cost)
     groups: list[KvGroup] = []
-    for window in sorted(counts, key=lambda window: (window is not None, window or 0)):
-        layers = [layer for layer, own in enumerate(windows) if own == window]
-        groups += [
-            KvGroup(window, tuple(layers[start : start + size])) for start in range(0, len(layers), size)
-        ]
-    return tuple(groups)
+    for spec in sorted(counts, key=lambda spec: (spec.window is not None, spec.window or 0)):
+        layers = [layer for layer, own in enumerate(specs) if own == spec]
+        fit = size // spec.values
+        groups += [KvGroup(spec, tuple(layers[start : start + fit])) for start in range(0, len(layers), fit)]
+    return tuple(groups), size

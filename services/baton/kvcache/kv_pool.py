@@ -1,12 +1,14 @@
-"""The tensors behind the page ids: one allocation, page-first."""
+"""The tensors behind the page ids: one allocation, page-first, which each KV group reads in its own way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from baton.kvcache.kv_groups import FULL, KvGroup
+from baton.kvcache.kv_groups import KvGroup, divide_layers
+from baton.layers.cache_spec import CacheSpec
 
 
 def default_page_size(device: torch.device) -> int:
@@ -16,11 +18,11 @@ def default_page_size(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What the bytes of a page mean: [kv head, layer, part, token, dim], contiguous. So a range of heads is
-    one piece of a page."""
+    """What the bytes of a KV group's page mean: [kv head, layer, part, token, dim], contiguous. So a range of
+    heads is one piece of a page."""
 
     num_layers: int
-    """Layers of a page: as many as the largest KV group has."""
+    """Layers that a page has room for; the group may have fewer."""
     num_kv_heads: int
     head_dim: int
     page_size: int
@@ -28,13 +30,6 @@ class KvLayout:
     dtype: torch.dtype
     parts: int = 2
     """2: keys and values; 1: latents, of which both are made."""
-    groups: tuple[KvGroup, ...] = (FULL,)
-    """A page holds the layers of one of them."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        """In all groups."""
-        return len(self.groups) * self.num_layers * self.bytes_per_token_per_layer
 
     @property
     def bytes_per_token_per_layer(self) -> int:
@@ -46,8 +41,55 @@ class KvLayout:
         return self.num_layers * self.page_size * self.bytes_per_token_per_layer
 
 
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """What the pages of a pool hold: as many bytes in all groups."""
+
+    groups: tuple[KvGroup, ...]
+    layouts: tuple[KvLayout, ...]
+    """One of each group."""
+
+    @classmethod
+    def of(cls, specs: Sequence[CacheSpec], page_size: int, dtype: torch.dtype) -> PoolLayout:
+        """`specs`: of each layer."""
+        groups, size = divide_layers(specs)
+        return cls(
+            groups,
+            tuple(
+                KvLayout(size // spec.values, spec.heads, spec.head_dim, page_size, dtype, spec.parts)
+                for spec in (group.spec for group in groups)
+            ),
+        )
+
+    @property
+    def page_size(self) -> int:
+        return self.layouts[0].page_size
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layouts[0].page_bytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layouts[0].dtype
+
+    @property
+    def num_kv_heads(self) -> int:
+        """In all groups, where several ranks share them: see `with_heads`."""
+        return self.layouts[0].num_kv_heads
+
+    @property
+    def bytes_per_token(self) -> int:
+        """In all groups."""
+        return len(self.groups) * self.page_bytes // self.page_size
+
+    def with_heads(self, heads: int) -> PoolLayout:
+        """The part of each page that has so many of the heads."""
+        return replace(self, layouts=tuple(replace(each, num_kv_heads=heads) for each in self.layouts))
+
+
 class KvPool:
-    """`num_pages` pages in one allocation: [page, kv head, layer, part, token, dim].
+    """A group's view of a pool of `num_pages` pages: [page, kv head, layer, part, token, dim].
 
     Several ranks of a worker may share a pool, each with a KvPool over the same storage for its own `heads`.
 
@@ -63,11 +105,12 @@ class KvPool:
         layout: KvLayout,
         num_pages: int,
         device: torch.device | str = "cpu",
-        storage: memoryview | None = None,
+        storage: memoryview | torch.Tensor | None = None,
         spare: int = 0,
         heads: tuple[int, int] | None = None,
     ) -> None:
-        """`heads`: first and number of the KV heads that are read and written here; None: all."""
+        """`storage`: a tensor: `raw` of another group's view. `heads`: first and number of the KV heads that
+        are read and written here; None: all."""
         self.layout = layout
         self.heads = heads or (0, layout.num_kv_heads)
         self.num_pages = num_pages
@@ -78,6 +121,8 @@ class KvPool:
             # Kernels on a GPU multiply entries behind a sequence's end by 0, and 0 times NaN is NaN.
             make = torch.empty if self.device.type == "cpu" else torch.zeros
             raw = make(size, dtype=torch.uint8, device=self.device)
+        elif isinstance(storage, torch.Tensor):
+            raw = storage.view(-1)
         else:
             if self.device.type != "cpu":
                 raise ValueError(f"a pool on {self.device} cannot lie in a buffer of the host")
@@ -112,3 +157,36 @@ class KvPool:
     def copy_page(self, source: int, destination: int) -> None:
         """The own heads."""
         self._own[destination].copy_(self._own[source])
+
+
+class PagePool:
+    """The pages of all groups: one allocation, and a view of it for each group. See KvPool."""
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        storage: memoryview | None = None,
+        spare: int = 0,
+        heads: tuple[int, int] | None = None,
+    ) -> None:
+        self.layout = layout
+        first = KvPool(layout.layouts[0], num_pages, device, storage, spare, heads)
+        self.groups = [
+            first if each == first.layout else KvPool(each, num_pages, device, first.raw, spare, heads)
+            for each in layout.layouts
+        ]
+        """The view of each group."""
+        self.num_pages, self.device, self.heads, self.raw = num_pages, first.device, first.heads, first.raw
+
+    def layer_pages(self, layer: int) -> torch.Tensor:
+        """A layer's part of all pages: [page, kv head, part, token, dim]."""
+        for group, view in zip(self.layout.groups, self.groups, strict=True):
+            if layer in group.layers:
+                return view.pages[:, :, group.layers.index(layer)]
+        raise LookupError(f"layer {layer} keeps nothing")
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """The own heads."""
+        self.groups[0].copy_page(source, destination)

@@ -20,7 +20,7 @@ class WindowPages:
     """
 
     def __init__(self, groups: Sequence[KvGroup], page_size: int, policy: Policy) -> None:
-        self.groups = [(index, group) for index, group in enumerate(groups) if group.window is not None]
+        self.groups = [(index, group) for index, group in enumerate(groups) if group.spec.rows_may_lack]
         """Window groups, with their places in a row."""
         self._page_size = page_size
         self.references: dict[int, int] = {}
@@ -50,7 +50,7 @@ class WindowPages:
         """Index of the last row that lacks a page which is seen."""
         found: int | None = None
         for place, group in self.groups:
-            for index in range(length - 1, self._first(group, length, position) - 1, -1):
+            for index in range(length - 1, group.spec.needs(length, position, self._page_size) - 1, -1):
                 if rows[index][place] == NO_PAGE:
                     found = max(index, found or 0)
                     break
@@ -61,12 +61,8 @@ class WindowPages:
         return sum(
             row[place] != NO_PAGE and row[place] not in self.references
             for place, group in self.groups
-            for row in rows[self._first(group, len(rows), position) :]
+            for row in rows[group.spec.needs(len(rows), position, self._page_size) :]
         )
-
-    def _first(self, group: KvGroup, length: int, position: int | None) -> int:
-        size = self._page_size
-        return group.sees(length * size, size) if position is None else group.keeps(position, size)
 
     def reference(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -136,7 +132,7 @@ class WindowPages:
     def _evict(self, node: TreeNode, inner: bool) -> list[int]:
         evicted: list[int] = []
         for place, group in self.groups:
-            behind = group.keeps(node.end * self._page_size, self._page_size) if inner else node.end
+            behind = group.spec.keeps(node.end * self._page_size, self._page_size) if inner else node.end
             for index in range(min(behind - node.first, len(node.rows))):
                 row = node.rows[index]
                 page = row[place]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from baton.layers.cache_spec import CacheSpec, attention_cache
 from baton.layers.forward_batch import AttendPages, ForwardBatch, Paged, Place
 from baton.layers.linear import Linear
 from baton.layers.norm import add_one
@@ -18,15 +19,6 @@ from baton.layers.tensor_parallel import times
 
 if TYPE_CHECKING:
     from baton.layers.mla import MlaProjections
-
-
-class KvShape(NamedTuple):
-    """What a layer keeps of a token, on all ranks together."""
-
-    heads: int
-    dim: int
-    parts: int
-    """2: a key and a value of so many heads; 1: a latent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +56,7 @@ class AttentionModule(ABC):
     index: int
     """Index of the layer."""
     rope: Rope
-    kv: KvShape
+    cache: CacheSpec
     options: AttentionOptions
     input: Linear
     output: Linear
@@ -126,8 +118,8 @@ class Attention(AttentionModule):
         self.index, self.rope, self.head_dim = index, rope, head_dim
         self.heads, self.kv_heads = own[1], own_kv[1]
         """Heads of this rank."""
-        self.kv = KvShape(kv_heads, head_dim, 2)
         self.options = options
+        self.cache = attention_cache(options.window, kv_heads, head_dim)
         q, kv = heads * head_dim, kv_heads * head_dim
         parts = {merged: q + 2 * kv} if merged else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         queries, keys = times(own, head_dim), times(own_kv, head_dim)

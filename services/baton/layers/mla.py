@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.layers.attention import AttentionModule, AttentionOptions, KvShape
+from baton.layers.attention import AttentionModule, AttentionOptions
+from baton.layers.cache_spec import Latent
 from baton.layers.forward_batch import AttendPages, ForwardBatch, Place
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
@@ -104,7 +105,7 @@ class MlaAttention(AttentionModule):
         self.shape = replace(shape, heads=own[1])
         """Shape with the heads of this rank."""
         self.index, self.rope = index, rope
-        self.kv = KvShape(1, shape.rank + shape.rotated, 1)
+        self.cache = Latent(head_dim=shape.rank + shape.rotated)
         size, latent = shape.plain + shape.rotated, shape.rank + shape.rotated
         down, convert = {"kv_a_proj_with_mqa": latent}, {}
         if interleaved:

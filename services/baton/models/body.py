@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from baton.kvcache.kv_pool import KvPool
+from baton.kvcache.kv_pool import PagePool
 from baton.layers.forward_batch import AttendPages
 from baton.models.decoder import Decoder, plain_layers
 
@@ -52,7 +52,7 @@ class Body(Protocol):
 
 def make_body(
     model: Decoder,
-    pool: KvPool,
+    pool: PagePool,
     tables: Sequence[torch.Tensor],
     context_length: int,
     invariant: bool = False,

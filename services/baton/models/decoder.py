@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from baton.layers.attention import Attention, AttentionModule, AttentionOptions, KvShape
+from baton.layers.attention import Attention, AttentionModule, AttentionOptions
+from baton.layers.cache_spec import CacheSpec
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.linear import Linear, Transposed, WeightLayout, fastest_layout, fastest_product
 from baton.layers.mla import MlaAttention
@@ -35,14 +36,17 @@ class LanguageModel(Protocol):
     """Communicator of the ranks that share the model; None: there is one."""
     heads: int
     """Attention heads of each layer, on this rank."""
-    kv: KvShape
-    """KV shape of each layer."""
 
     @property
     def num_parameters(self) -> int: ...
 
     @property
     def attention_options(self) -> Sequence[AttentionOptions]: ...
+
+    @property
+    def caches(self) -> Sequence[CacheSpec]:
+        """What each layer keeps."""
+        ...
 
     def set_kv_scales(self, scales: torch.Tensor) -> None:
         """The pool holds keys and values in FP8, divided by these: float32 [layers, 2, kv heads]."""
@@ -112,7 +116,7 @@ class Decoder:
         )
         size, hidden = config.vocab_size, config.hidden_size
         self.shard, self.communicator = parameters.shard, parameters.communicator
-        self.heads, self.kv = config.num_heads // self.shard.size, layers[0].attention.kv
+        self.heads = config.num_heads // self.shard.size
         self._own_tokens = own = self.shard.vocabulary(size)
         rows, cut = self.shard.vocabulary_rows(size), self.shard.cut(0, own)
         self.embedding = parameters.empty(rows, hidden)
@@ -137,6 +141,11 @@ class Decoder:
     def attention_options(self) -> list[AttentionOptions]:
         """Attention options of each layer."""
         return [layer.attention.options for layer in self.layers]
+
+    @property
+    def caches(self) -> list[CacheSpec]:
+        """What each layer keeps."""
+        return [layer.attention.cache for layer in self.layers]
 
     @property
     def has_experts(self) -> bool:

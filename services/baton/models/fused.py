@@ -19,7 +19,7 @@ import torch
 from sgl_kernel import silu_and_mul
 
 from baton.kvcache.kv_groups import places
-from baton.kvcache.kv_pool import KvPool
+from baton.kvcache.kv_pool import PagePool
 from baton.layers.attention import Attention
 from baton.layers.forward_batch import Place
 from baton.layers.kernels import quantize
@@ -59,7 +59,7 @@ class FusedDecoder:
     def __init__(
         self,
         model: Decoder,
-        pool: KvPool,
+        pool: PagePool,
         tables: Sequence[torch.Tensor],
         context_length: int,
         invariant: bool = False,
@@ -76,15 +76,16 @@ class FusedDecoder:
         assert layers is not None
         self._rope = layers[0].attention.rope.halves(context_length, model.device)
         self._layers: list[_Weights] = []
-        for layer, (group, place) in zip(layers, places(pool.layout.groups, len(layers)), strict=True):
+        of_layers = places(pool.layout.groups)
+        for index, layer in enumerate(layers):
             attention, mlp = layer.attention, layer.feed_forward
             assert isinstance(attention, Attention | MlaAttention) and isinstance(mlp, GatedMlp | Mixture)
             self._layers.append(
                 _Weights(
                     layer.input_norm.weight,
                     attention,
-                    tables[group],
-                    pool.pages[:, :, place],
+                    tables[of_layers[index][0]],
+                    pool.layer_pages(index),
                     layer.post_norm.weight,
                     mlp if isinstance(mlp, GatedMlp) else FusedMixture(mlp, invariant),
                 )

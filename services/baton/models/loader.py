@@ -13,7 +13,7 @@ import torch
 
 from baton import cgroups
 from baton.gguf_file import opened
-from baton.layers.attention import KvShape
+from baton.layers.cache_spec import CacheSpec
 from baton.layers.parameters import Parameter, Parameters
 from baton.layers.quantization import gguf
 from baton.layers.quantization.quantized_tensor import QuantizedTensor
@@ -112,7 +112,7 @@ def check_tensors(
     own families the names and shapes of its tensors. Raises CheckpointError."""
     config = read_config(path, context_length, implementation)
     if config.implementation == "transformers":
-        transformers_backend.kv_shape(config)
+        transformers_backend.caches(config)
         transformers_backend.check_names(path, config, stored_shapes(path))
         return
     plan = weight_plan(path, torch.device("meta"), quantization, False)
@@ -339,11 +339,11 @@ def weight_bytes(
     return declared(path, dtype, context_length, plan, shard).weight_bytes
 
 
-def kv_shape(config: ModelConfig) -> KvShape:
-    """What a layer keeps of a token."""
+def cache_specs(config: ModelConfig) -> Sequence[CacheSpec]:
+    """What each layer keeps."""
     if config.implementation == "transformers":
-        return transformers_backend.kv_shape(config)
-    return build(config, Parameters(config.dtype, torch.device("meta"))).kv
+        return transformers_backend.caches(config)
+    return build(config, Parameters(config.dtype, torch.device("meta"))).caches
 
 
 def _fill(parameters: Parameters, report: LoadingProgress) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.kvcache.kv_groups import places
-from baton.kvcache.kv_pool import KvPool
+from baton.kvcache.kv_pool import PagePool
 from baton.layers.forward_batch import ForwardBatch, Paged, Place
 from baton.layers.moe import Mixture
 from baton.layers.rope import Rope
@@ -22,14 +22,15 @@ class ModuleBody:
     """Implements `body.Body`."""
 
     def __init__(
-        self, model: Decoder, pool: KvPool, tables: Sequence[torch.Tensor], context_length: int
+        self, model: Decoder, pool: PagePool, tables: Sequence[torch.Tensor], context_length: int
     ) -> None:
         """`tables`: of each KV group int32 [slots, pages]; `context_length`: positions that will be used.
         Mixtures of experts get a form that does not wait for the host."""
         self._model = model
-        of_layers = places(pool.layout.groups, len(model.attention_options))
-        self.tables = [tables[group] for group, _ in of_layers]
-        self.caches = [pool.pages[:, :, place] for _, place in of_layers]
+        of_layers = places(pool.layout.groups)
+        layers = range(len(model.layers))
+        self.tables = [tables[of_layers[layer][0]] for layer in layers]
+        self.caches = [pool.layer_pages(layer) for layer in layers]
         ropes = {layer.attention.rope for layer in model.layers}
         self.ropes = {id(rope): rope.halves(context_length, model.device) for rope in ropes}
         for layer in model.layers:

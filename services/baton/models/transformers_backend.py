@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.layers.attention import AttentionOptions, KvShape
+from baton.layers.attention import AttentionOptions
+from baton.layers.cache_spec import CacheSpec, attention_cache
 from baton.layers.forward_batch import ForwardBatch, Paged
 from baton.layers.tensor_parallel import ONE_RANK, Communicator
 from baton.models.config import ModelConfig, ModelError, first_line
@@ -72,14 +73,14 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(parameter.nbytes for parameter in _without_memory(config, dtype).parameters())
 
 
-def kv_shape(config: ModelConfig) -> KvShape:
-    """KV shape of each layer, learnt from the model's code without its weights; by the configuration where
+def caches(config: ModelConfig) -> Sequence[CacheSpec]:
+    """What each layer keeps, learnt from the model's code without its weights; by the configuration where
     the code needs values (dynamic rotation). Raises ModelError for a model whose code cannot be served."""
     try:
         # Products of experts are known without values in bfloat16 only.
-        return TransformersModel(config, _without_memory(config, torch.bfloat16)).kv
+        return TransformersModel(config, _without_memory(config, torch.bfloat16)).caches
     except _NeedsValues:
-        return KvShape(config.num_kv_heads, config.head_dim, 2)
+        return [attention_cache(None, config.num_kv_heads, config.head_dim)] * config.num_layers
 
 
 def _without_memory(config: ModelConfig, dtype: torch.dtype) -> Any:
@@ -199,7 +200,7 @@ class TransformersModel:
         self.communicator: Communicator | None = None
         self.attention_options = [layer.options for layer in layers]
         heads, kv_heads, head_dim = layers[0].sizes
-        self.kv = KvShape(kv_heads, head_dim, 2)
+        self.caches = [attention_cache(layer.options.window, kv_heads, head_dim) for layer in layers]
         self.config = replace(config, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
 
     def set_kv_scales(self, scales: Tensor) -> None:

@@ -20,9 +20,10 @@ from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import AttemptName, ChunkAnnounced, LeaseFinished, PrefillOutput, ReleaseLease
 from baton.handoff.prefill_attempt import Attempt
 from baton.handoff.pulls import Pull, Pulls
-from baton.kvcache import BlockTable, KvCacheManager, KvGroup, PageAllocator
+from baton.kvcache import BlockTable, KvCacheManager, PageAllocator
 from baton.kvcache.tree_node import PageRow
 from baton.kvcache.window_pages import WindowPages
+from baton.layers.cache_spec import CacheSpec
 from baton.rpc.errors import BatonError
 from baton.sim.planting import Bug, PlantedChange, Wrong
 from baton.sim.ranks import Collective, SimRanks
@@ -250,9 +251,9 @@ def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> No
 # --- KV groups ----------------------------------------------------------------------------------------------
 
 
-@_bug("window-early", "a window page is given up one position early", 25, KvGroup, "keeps")
-def _(keeps: Wrong, group: KvGroup, position: int, page_size: int) -> int:
-    return group.sees(position + 1, page_size)
+@_bug("window-early", "a window page is given up one position early", 25, CacheSpec, "keeps")
+def _(keeps: Wrong, spec: CacheSpec, position: int, page_size: int) -> int:
+    return spec.sees(position + 1, page_size)
 
 
 @_bug("window-gone", "a prefix is used whose window pages are gone", 25, WindowPages, "usable")

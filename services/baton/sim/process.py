@@ -15,6 +15,7 @@ from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.kvcache import NO_PAGE, KvCacheManager, KvGroup, PageAllocator, PrefixTree
 from baton.kvcache.kv_groups import peak
 from baton.kvcache.page_allocator import PageState
+from baton.layers.cache_spec import attention_cache
 from baton.layers.tensor_parallel import Shard
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
@@ -133,7 +134,7 @@ class Worker(SimProcess, WorkerShell[C]):
         self.config = config
         self.recorder = Recorder(config.recorder_events, self.clock)
         self.machine = machine
-        groups = tuple(map(KvGroup, machine.windows))
+        groups = tuple(KvGroup(attention_cache(window)) for window in machine.windows)
         # Enough for one sequence of as many tokens.
         pages = peak(groups, config.kv_tokens, config.page_size, 2 * config.token_budget)
         self.pool = SimPool(pages, config.page_size, machine.heads)
@@ -366,4 +367,4 @@ class Worker(SimProcess, WorkerShell[C]):
 def _used(row: PlanRow, groups: Sequence[KvGroup], size: int) -> Iterator[int]:
     """The pages that a row reads or writes."""
     for group, table in zip(groups, row.tables, strict=True):
-        yield from table[group.sees(row.start, size) : -(-(row.start + row.count) // size)]
+        yield from table[group.spec.sees(row.start, size) : -(-(row.start + row.count) // size)]

@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from baton.kvcache import KvGroup
 from baton.kvcache.kv_groups import longest
+from baton.layers.cache_spec import attention_cache
 from baton.step_cost import StepCost, read_cost
 
 Count = Annotated[int, Field(ge=1)]
@@ -36,7 +37,7 @@ class EngineFacts:
 
     @property
     def groups(self) -> tuple[KvGroup, ...]:
-        return tuple(KvGroup(window or None) for window in self.windows)
+        return tuple(KvGroup(attention_cache(window or None)) for window in self.windows)
 
     @property
     def pages(self) -> int:

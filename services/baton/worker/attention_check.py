@@ -8,7 +8,7 @@ import torch
 from baton.attention.base import AttentionBackend
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow
-from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import PagePool, PoolLayout
 from baton.models.config import ModelError
 from baton.models.decoder import LanguageModel
 from baton.models.transformers_backend import TransformersModel
@@ -24,14 +24,14 @@ Rounding in 16 bits may send a token to other experts."""
 @torch.inference_mode()
 def paged_logits(
     model: LanguageModel,
-    layout: KvLayout,
+    layout: PoolLayout,
     tokens: torch.Tensor,
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
 ) -> torch.Tensor:
     """int [tokens], one sequence -> [tokens, vocab], computed in chunks of CHUNK over a paged pool."""
     pages = -(-len(tokens) // layout.page_size)
-    pool = KvPool(layout, pages * len(layout.groups), model.device)
+    pool = PagePool(layout, pages * len(layout.groups), model.device)
     tables = tuple(tuple(range(first, first + pages)) for first in range(0, pool.num_pages, pages))
     runner = ModelRunner(model, pool, max_slots=1, prefill_attention=prefill, decode_attention=decode)
     states = []
@@ -44,7 +44,7 @@ def paged_logits(
 @torch.inference_mode()
 def check_attention(
     model: TransformersModel,
-    layout: KvLayout,
+    layout: PoolLayout,
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
 ) -> None:

@@ -24,7 +24,7 @@ from baton.grammar.compiler import THREADS, GrammarCompiler
 from baton.grammar.trials import Trials
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_groups import longest
-from baton.kvcache.kv_pool import KvLayout, KvPool, default_page_size
+from baton.kvcache.kv_pool import PagePool, PoolLayout, default_page_size
 from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.config import ModelError
 from baton.models.decoder import LanguageModel
@@ -80,7 +80,7 @@ class Engine:
 
     runner: Runner[Any]
     cache: KvCacheManager
-    pool: KvPool
+    pool: PagePool
     published: PublishedPool
     ranks: Ranks
     kinds: tuple[str, ...]
@@ -187,7 +187,7 @@ def _build_ranked(
     (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
     seen = context
 
-    def computing(pool: KvPool, segment: str | None = None) -> Runner[Any]:
+    def computing(pool: PagePool, segment: str | None = None) -> Runner[Any]:
         make = partial(_computing, config, model, pool, (prefill, decode), seen)
         runner = ranks.lead(make, MakePool(pool.num_pages, size, seen, segment))
         return runner if device.type != "cpu" else _tuned(runner, len(pool.layout.groups))
@@ -263,7 +263,7 @@ def _timed(config: WorkerConfig, vocab_size: int) -> TimedRunner:
 def _computing(
     config: WorkerConfig,
     model: LanguageModel,
-    pool: KvPool,
+    pool: PagePool,
     attention: tuple[type[AttentionBackend], type[AttentionBackend]],
     context: int,
 ) -> Runner[Any]:
@@ -282,18 +282,18 @@ def _tuned(runner: Runner[Any], groups: int) -> TunedRunner:
 
 
 def _layout_message(
-    layout: KvLayout, model_fingerprint: str, scales: torch.Tensor | None
+    layout: PoolLayout, model_fingerprint: str, scales: torch.Tensor | None
 ) -> common_pb2.Layout:
     groups = [
         common_pb2.KvGroup(
-            kind="attention" if layout.parts == 2 else "latent",
+            kind=group.spec.kind,
             layers=len(group.layers),
-            bytes_per_token=layout.bytes_per_token_per_layer,
-            dtype=str(layout.dtype).removeprefix("torch."),
-            window=group.window or 0,
+            bytes_per_token=of_group.bytes_per_token_per_layer,
+            dtype=str(of_group.dtype).removeprefix("torch."),
+            window=group.spec.window or 0,
             scales="" if scales is None else digest(scales[list(group.layers)]),
         )
-        for group in layout.groups
+        for group, of_group in zip(layout.groups, layout.layouts, strict=True)
     ]
     return common_pb2.Layout(
         model_fingerprint=model_fingerprint,

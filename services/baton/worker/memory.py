@@ -13,7 +13,7 @@ from baton import cgroups
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.engine.warmup import StepLimits, largest_steps
-from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import PagePool, PoolLayout
 from baton.rpc.errors import failed_precondition, invalid
 
 AUTO_KV_TOKENS = 65536
@@ -28,10 +28,10 @@ GIB = 2**30
 
 def num_pages(
     config: WorkerConfig,
-    layout: KvLayout,
+    layout: PoolLayout,
     context_length: int,
     device: torch.device,
-    make_runner: Callable[[KvPool], Runner[Any]] | None,
+    make_runner: Callable[[PagePool], Runner[Any]] | None,
     together: int = 1,
 ) -> int:
     """Pages of --kv-tokens: for so many tokens in all KV groups. By default, on a GPU, what --memory-fraction
@@ -103,13 +103,16 @@ def run_largest_steps(runner: Runner[Any], limits: StepLimits) -> None:
 
 
 def working_bytes(
-    make_runner: Callable[[KvPool], Runner[Any]], layout: KvLayout, limits: StepLimits, device: torch.device
+    make_runner: Callable[[PagePool], Runner[Any]],
+    layout: PoolLayout,
+    limits: StepLimits,
+    device: torch.device,
 ) -> int:
     """What a runner takes of a GPU beside weights and KV pool: activations, sampling, CUDA graphs. Measured
     with one over a pool of a single page, which is given up again. Blocks."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
-    pool = KvPool(layout, 1, device, spare=1)
+    pool = PagePool(layout, 1, device, spare=1)
     runner = make_runner(pool)
     run_largest_steps(runner, limits)
     torch.cuda.synchronize(device)
@@ -121,7 +124,7 @@ def working_bytes(
 
 
 def fitting(
-    own: int, working: int, free: int, total: int, fraction: float, layout: KvLayout, least: int
+    own: int, working: int, free: int, total: int, fraction: float, layout: PoolLayout, least: int
 ) -> int:
     """Pages, a spare one among them not counted, for a process that holds `own` bytes of a GPU and computes
     in `working` bytes more; of the GPU's `total` bytes `free` are free. Others may use it too, so that the

@@ -15,14 +15,13 @@ from baton.attention.fp8 import E4M3
 from baton.attention.registry import resolve as resolve_attention
 from baton.config import WorkerConfig
 from baton.gguf_file import close_opened
-from baton.kvcache.kv_groups import divide_layers
-from baton.kvcache.kv_pool import KvLayout, default_page_size
+from baton.kvcache.kv_pool import PoolLayout, default_page_size
 from baton.layers.tensor_parallel import ONE_RANK, Communicator, IndexRange, Shard
 from baton.model_path import resolve
 from baton.models.config import read_config
 from baton.models.decoder import LanguageModel
 from baton.models.kv_scales import read_kv_scales
-from baton.models.loader import declared, fingerprint, kv_shape, load_model, weight_bytes
+from baton.models.loader import cache_specs, declared, fingerprint, load_model, weight_bytes
 from baton.models.transformers_backend import TransformersModel
 from baton.models.weight_plan import weight_plan
 from baton.rpc.errors import failed_precondition, invalid
@@ -42,7 +41,8 @@ def attention_of(
 ) -> tuple[tuple[type[AttentionBackend], str], tuple[type[AttentionBackend], str]]:
     """For prompts and for decode rows, each with the reason for its choice. Raises NoBackend."""
     features = frozenset[str]().union(*(options.features for options in model.attention_options))
-    needs = (device, model.dtype, model.kv.dim, features, config.batch_invariant)
+    widest = max(spec.head_dim for spec in model.caches)
+    needs = (device, model.dtype, widest, features, config.batch_invariant)
     prefill = resolve_attention(config.prefill_attention, *needs)
     return prefill, resolve_attention(config.decode_attention, *needs)
 
@@ -71,8 +71,14 @@ def check_model(config: WorkerConfig, device: torch.device) -> None:
     named = config.batch_invariant or {config.prefill_attention, config.decode_attention} != {"auto"}
     if named and read_config(path, context, config.model_impl).implementation == "baton":
         attention_of(config, declared(path, dtype_of(config.dtype, device), context), device)
-    if config.kv_dtype != "auto" and kv_shape(read_config(path, implementation=config.model_impl)).parts == 1:
+    if config.tp == 1 and config.kv_dtype == "auto":
+        return
+    specs = cache_specs(read_config(path, implementation=config.model_impl))
+    if config.kv_dtype != "auto" and any(spec.parts == 1 for spec in specs):
         text = "--kv-dtype fp8_e4m3: pages of latents are kept in the model's dtype only; leave it out"
+        raise failed_precondition(text)
+    if len({spec.heads for spec in specs}) > 1:
+        text = "layers with different numbers of KV heads: leave out --tp and --kv-dtype"
         raise failed_precondition(text)
     if config.tp == 1:
         return
@@ -139,7 +145,7 @@ def load(
     )
     if (scales := kv_scales(config, path, model)) is not None:
         _log.info("KV pool in FP8", scales="1" if bool((scales == 1).all()) else "the checkpoint's")
-        first, count = shard.kv_heads(model.kv.heads)
+        first, count = shard.kv_heads(model.caches[0].heads)
         model.set_kv_scales(scales[:, :, first : first + count].contiguous().to(model.device))
     return model
 
@@ -149,7 +155,7 @@ def kv_scales(config: WorkerConfig, path: Path, model: LanguageModel) -> torch.T
     ModelError."""
     if config.kv_dtype == "auto":
         return None
-    return read_kv_scales(path, len(model.attention_options), model.kv.heads, config.load_format)
+    return read_kv_scales(path, len(model.attention_options), model.caches[0].heads, config.load_format)
 
 
 def quantized(config: WorkerConfig, path: Path, device: torch.device, dtype: torch.dtype) -> str:
@@ -241,19 +247,16 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def kv_layout(model: LanguageModel, page_size: int, context: int) -> KvLayout:
-    """KV groups by the windows of the layers."""
-    windows = [options.window for options in model.attention_options]
-    windows = [window if window is not None and window < context else None for window in windows]
-    groups = divide_layers(windows)
-    layers = max(len(group.layers) for group in groups)
+def kv_layout(model: LanguageModel, page_size: int, context: int) -> PoolLayout:
     dtype = model.dtype if model.attention_options[0].kv_scales is None else E4M3
-    return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, dtype, model.kv.parts, groups)
+    return PoolLayout.of([spec.within(context) for spec in model.caches], page_size, dtype)
 
 
-def own_part(layout: KvLayout, shard: Shard, device: torch.device) -> tuple[KvLayout, IndexRange]:
+def own_part(layout: PoolLayout, shard: Shard, device: torch.device) -> tuple[PoolLayout, IndexRange | None]:
     """The part of the pages of all heads that the pool of this rank keeps, which on CPUs all ranks of a
-    host share; and the heads of the rank in it."""
+    host share; and the heads of the rank in it, None: all."""
+    if shard.size == 1:
+        return layout, None
     own = shard.kv_heads(layout.num_kv_heads)
     held = shard.host_kv_heads(layout.num_kv_heads) if device.type == "cpu" else own
-    return replace(layout, num_kv_heads=held[1]), (own[0] - held[0], own[1])
+    return layout.with_heads(held[1]), (own[0] - held[0], own[1])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import PagePool, PoolLayout
 from baton.layers.tensor_parallel import ONE_RANK, Shard
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore, Segment, SegmentError, TransportError, offered
@@ -52,13 +52,13 @@ class PublishedPool:
 
 
 def make_pool(
-    layout: KvLayout,
+    layout: PoolLayout,
     num_pages: int,
     device: torch.device,
     kinds: tuple[str, ...],
     incarnation: int,
     shard: Shard = ONE_RANK,
-) -> tuple[KvPool, PublishedPool]:
+) -> tuple[PagePool, PublishedPool]:
     """The pool of this host, in shared memory on a CPU if `shm` is one of the kinds or several ranks share
     it; on a GPU rank 0's, which shows whole pages after `join_parts`. `layout`: of all heads. Raises
     SegmentError."""
@@ -80,13 +80,13 @@ def make_pool(
     return pool, published
 
 
-def gpu_pool(layout: KvLayout, num_pages: int, device: torch.device, shard: Shard) -> KvPool:
+def gpu_pool(layout: PoolLayout, num_pages: int, device: torch.device, shard: Shard) -> PagePool:
     """A rank's. `layout`: of all heads."""
     layout, heads = own_part(layout, shard, device)
-    return KvPool(layout, num_pages, device, spare=1, heads=heads)
+    return PagePool(layout, num_pages, device, spare=1, heads=heads)
 
 
-def first_byte(layout: KvLayout, shard: Shard) -> int:
+def first_byte(layout: PoolLayout, shard: Shard) -> int:
     """Where a rank's part of a page begins. `layout`: of all heads."""
     head = layout.page_bytes // layout.num_kv_heads
     return shard.kv_heads(layout.num_kv_heads)[0] * head
@@ -112,14 +112,14 @@ def join_parts(published: PublishedPool, others: Sequence[common_pb2.CudaIpcPart
 
 
 def _host_pool(
-    layout: KvLayout, num_pages: int, kinds: tuple[str, ...], incarnation: int, shard: Shard
-) -> tuple[KvPool, PublishedPool]:
+    layout: PoolLayout, num_pages: int, kinds: tuple[str, ...], incarnation: int, shard: Shard
+) -> tuple[PagePool, PublishedPool]:
     shared = "shm" in kinds or shard.size > 1
     layout, heads = own_part(layout, shard, torch.device("cpu"))
     check_pool(num_pages * layout.page_bytes)
     segment = Segment.create(num_pages, layout.page_bytes, incarnation) if shared else None
     storage = segment.pages if segment is not None else None
-    pool = KvPool(layout, num_pages, storage=storage, heads=heads)
+    pool = PagePool(layout, num_pages, storage=storage, heads=heads)
     raw: Any = pool.raw.numpy()
     memory = segment.pages if segment is not None else memoryview(raw).cast("B")
     pages = HostPages(memory, layout.page_bytes)

@@ -11,7 +11,7 @@ from baton.attention.paged import PagedAttention
 from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
-from baton.kvcache.kv_pool import KvPool
+from baton.kvcache.kv_pool import PagePool
 from baton.models.body import why_not_fused
 from baton.models.decoder import Decoder, LanguageModel
 from baton.rpc.logs import get_logger
@@ -22,7 +22,7 @@ _log = get_logger()
 def make_runner(
     config: WorkerConfig,
     model: LanguageModel,
-    pool: KvPool,
+    pool: PagePool,
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
     context_length: int,

@@ -15,7 +15,7 @@ import torch
 
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
-from baton.kvcache.kv_pool import KvLayout, KvPool
+from baton.kvcache.kv_pool import PagePool, PoolLayout
 from baton.model_path import resolve
 from baton.rpc.address import new_incarnation
 from baton.rpc.logs import get_logger
@@ -117,7 +117,7 @@ class Follower:
         if self._parent is not None:
             self._parent.send(ready)
 
-    def _host_pool(self, layout: KvLayout, asked: MakePool) -> KvPool:
+    def _host_pool(self, layout: PoolLayout, asked: MakePool) -> PagePool:
         layout, heads = own_part(layout, self._model.shard, self._device)
         if asked.segment is not None:
             memory = Segment.join(Path(asked.segment))
@@ -127,7 +127,7 @@ class Follower:
             assert self._pages is not None
             serving = (self._pages, memory, layout.page_bytes)
             threading.Thread(target=_serve, args=serving, name="pages of this host", daemon=True).start()
-        return KvPool(layout, asked.pages, storage=memory, heads=heads)
+        return PagePool(layout, asked.pages, storage=memory, heads=heads)
 
     def close(self) -> None:
         """Frees its memory."""
@@ -136,7 +136,7 @@ class Follower:
             self._segment.close()
 
 
-def _export(pool: KvPool, first: int) -> bytes:
+def _export(pool: PagePool, first: int) -> bytes:
     from baton.transport.cuda_ipc import export_part
 
     return export_part(pool.raw, first).SerializeToString()

@@ -18,7 +18,7 @@ import torch
 
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
-from baton.kvcache.kv_pool import KvLayout
+from baton.kvcache.kv_pool import PoolLayout
 from baton.layers.tensor_parallel import ONE_RANK, Communicator, Shard
 from baton.rpc.address import family_of
 from baton.rpc.authentication import ClusterCredentials
@@ -165,7 +165,7 @@ class Ranks:
         self._plan_times = ranked.plan_times
         return ranked
 
-    def pages(self, own: PageStore, layout: KvLayout) -> PageStore:
+    def pages(self, own: PageStore, layout: PoolLayout) -> PageStore:
         """Whole pages of the worker. `own`: of this host; `layout`: of all heads."""
         if self.shard.hosts == 1:
             return own
@@ -182,7 +182,7 @@ class Ranks:
         """Parts of the other ranks' pools on GPUs."""
         return [common_pb2.CudaIpcPart.FromString(self._here[rank].part) for rank in sorted(self._here)]
 
-    def _part(self, host: int, layout: KvLayout) -> Part:
+    def _part(self, host: int, layout: PoolLayout) -> Part:
         head = layout.page_bytes // layout.num_kv_heads
         rank = replace(self.shard, rank=host * self.shard.per_host)
         first, count = rank.host_kv_heads(layout.num_kv_heads)
