@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +102,12 @@ def _read(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
+
+
+def processor() -> str:
+    """The name of this machine's processor; empty: it is not known."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()

@@ -146,6 +146,9 @@ class WorkerConfig(NodeConfig):
     step_profile: str = ""
     """File of `baton bench profile`: steps take the time that it says, and compute nothing; tokens mean
     nothing. To size a deployment, or to measure all but the model."""
+    step_cost: str = ""
+    """File where measured step costs are kept: a worker that finds its own there (same model, device, sizes
+    and version) does not measure them at its start, others add theirs. Empty: measured at each start."""
     batch_invariant: bool = False
     """On a GPU: compute a request's tokens in the same order whatever else is in the batch, so that the same
     request gets the same tokens alone, in any batch, and split or not; slower. Chooses the attention

@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +24,9 @@ from baton.client import Client
 from baton.rpc.authentication import HEADER
 from baton.v1 import node_pb2
 
+STEP_COST = Path(tempfile.gettempdir()) / f"baton-tests-{os.getpid()}.step-cost"
+"""What one worker of a session has measured others use: most of the time that a forked one takes to start."""
+atexit.register(STEP_COST.unlink, missing_ok=True)  # by the process that collects; lanes end without this
 IDLE_SECONDS = 5.0
 """Half of what a lease outlives its holder by default: what only its end frees is found."""
 
@@ -46,6 +52,8 @@ class Deployment:
     def add_worker(self, role: str, *flags: str) -> Process:
         # Which prompts are handed off is fixed: small as they are here, the gateway would hand off few.
         own = ["--local-prefill-tokens", "32"] if role == "decode" else []
+        if "--step-profile" not in flags:
+            own += ["--step-cost", str(STEP_COST)]
         return self._add(role, ["--model", self.model, "--threads", "1", *own, *flags])
 
     def add_gateway(self, decode: Sequence[Process], prefill: Sequence[Process] = (), *flags: str) -> Process:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import baton
+from baton.cgroups import processor
 
 PACKAGES = ("grpcio", "protobuf", "uvloop", "torch", "transformers", "triton", "sglang-kernel", "nixl")
 DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages * size / 2**30, 1),
         "gpus": _lines("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
@@ -54,14 +54,6 @@ def _commit() -> str:
         return "unknown"
     changed = _lines("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return head[0] + ("+" if changed else "")
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor()
 
 
 def _lines(program: str, *arguments: str) -> list[str]:

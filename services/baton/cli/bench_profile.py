@@ -168,7 +168,7 @@ def show(profile: Profile, found: Fitted, report: dict[str, Any], console: Conso
     ),
     click.option("--host/--no-host", default=True, help="Start processes and measure their messages."),
     report_options,
-    config_options(WorkerConfig, leave_out=PROCESS | {"step_profile"}),
+    config_options(WorkerConfig, leave_out=PROCESS | {"step_profile", "step_cost"}),
 )
 def profile(**values: Any) -> None:
     """Measure what steps, pulls and messages cost on this machine, for `baton plan`.

@@ -97,7 +97,7 @@ def _device(config: WorkerConfig) -> Any:
         "FILE",
     ),
     report_options,
-    config_options(WorkerConfig, leave_out=PROCESS),
+    config_options(WorkerConfig, leave_out=PROCESS | {"step_cost"}),
 )
 def quality(**values: Any) -> None:
     """Measure what quantization costs: perplexity of a text, and the share of greedy tokens that stay.

@@ -180,7 +180,7 @@ def _defaults(values: dict[str, Any], wanted: StepOptions) -> dict[str, Any]:
         "FOLDER",
     ),
     report_options,
-    config_options(WorkerConfig, leave_out=PROCESS, defaults={"token_budget": TOKEN_BUDGET}),
+    config_options(WorkerConfig, leave_out=PROCESS | {"step_cost"}, defaults={"token_budget": TOKEN_BUDGET}),
 )
 def step(**values: Any) -> None:
     """Measure decode steps of the engine by batch size and context, against their floor.

@@ -50,6 +50,10 @@ def _check(config: WorkerConfig) -> None:
         raise invalid("ep", text)
     if config.tp > 1 and config.step_profile:
         raise invalid("tp", "steps of --step-profile compute nothing: leave out --tp")
+    if config.step_cost and config.step_profile:
+        raise invalid(
+            "step_cost", "steps of --step-profile take the time that it says: leave out --step-cost"
+        )
     if config.tp > 1 and config.batch_invariant:
         raise invalid("batch_invariant", "--batch-invariant does not work with --tp; leave one of them out")
     check_hosts(config)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ from baton.worker.ranks.messages import MakePool
 from baton.worker.ranks.rendezvous import JoinError
 from baton.worker.ranks.runner import RanksLost
 from baton.worker.runners import make_runner
+from baton.worker.step_cost_file import cost_key, keep, read_kept
 
 _log = get_logger()
 
@@ -304,8 +306,13 @@ def _layout_message(
 
 
 def measure_steps(engine: Engine) -> StepCost:
-    """Runs a few steps; the pool must be empty. Blocks. Raises BatonError."""
+    """Runs a few steps, unless `--step-cost` has what they cost; the pool must be empty. Blocks. Raises
+    BatonError."""
     started = time.monotonic()
+    path = Path(engine.config.step_cost) if engine.config.step_cost else None
+    if path is not None and (kept := read_kept(path, cost_key(engine))) is not None:
+        log_cost("step costs read", kept, path=str(path))
+        return kept
     use_device(engine.device)
     try:
         cost = measure_step_cost(engine.runner, step_limits(engine))
@@ -314,6 +321,8 @@ def measure_steps(engine: Engine) -> StepCost:
     except RanksLost as error:
         raise failed_precondition(str(error)) from error
     log_cost("steps measured", cost, seconds=round(time.monotonic() - started, 2))
+    if path is not None:
+        keep(path, cost_key(engine), cost)
     return cost
 
 
