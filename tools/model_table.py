@@ -126,8 +126,8 @@ def _add_sections(text: dict[str, Any]) -> None:
 
 
 def small_model(kind: str, architecture: str, folder: Path) -> Any:
-    """A model of transformers with random weights, saved in `folder`. Raises what its code does if it cannot be
-    made."""
+    """A model of transformers with random weights, saved in `folder`. Raises what its code does if it cannot
+    be made."""
     import transformers
     from transformers import AutoConfig
 
