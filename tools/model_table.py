@@ -179,7 +179,7 @@ def reference(model: Any) -> torch.Tensor:
 def verdict(kind: str, architecture: str, folder: Path) -> Verdict:
     from baton.model_path import CheckpointError
     from baton.models.config import first_line, read_config
-    from baton.models.loader import check_tensors, kv_shape, load_model
+    from baton.models.loader import cache_specs, check_tensors, load_model
 
     if refusal := refused_by_configuration(kind, architecture, folder):
         return refusal
@@ -187,7 +187,7 @@ def verdict(kind: str, architecture: str, folder: Path) -> Verdict:
         model = small_model(kind, architecture, folder)
     except Exception as error:
         try:
-            kv_shape(read_config(folder))
+            cache_specs(read_config(folder))
         except CheckpointError as problem:
             return Verdict(REFUSED, str(problem))
         return Verdict(FAULT, f"accepted, but no small model can be made: {first_line(error)}")

@@ -108,8 +108,8 @@ def _is_bias_of_zeros(file: TensorFile, name: str, parameters: dict[str, Paramet
 def check_tensors(
     path: Path, context_length: int | None = None, implementation: str = "auto", quantization: str = "auto"
 ) -> None:
-    """Checks what can be known of a model without its weights: that its code can be served, and for Baton's
-    own families the names and shapes of its tensors. Raises CheckpointError."""
+    """Checks what can be known of a model without its weights: that its code can be served, and the names and
+    shapes of its tensors. Raises CheckpointError."""
     config = read_config(path, context_length, implementation)
     if config.implementation == "transformers":
         transformers_backend.caches(config)
