@@ -13,6 +13,7 @@ import pytest
 from deployment import Deployment
 from prometheus_client.parser import text_string_to_metric_families
 
+pytestmark = pytest.mark.main_path
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 ROLES = frozenset(("gateway", "tokenizer", "prefill", "decode"))
 SERIES = re.compile(r"`(baton_\w+?)(_total)?(?:\{([\w,]+)\})?`")
