@@ -49,7 +49,8 @@ _FORKS = threading.Lock()
 LIMIT = 1e-3
 """Largest difference of logits, as a part of the largest; the median over all tokens."""
 BEGIN, END = "<!-- made by tools/model_table.py -->\n", "<!-- end -->\n"
-OWN, THEIRS, REFUSED, FAULT = "Baton's own code", "transformers' code", "refused", "FAULT"
+OWN, THEIRS = "Baton's own code", "transformers' code"
+REFUSED, UNCOMPARED, FAULT = "refused", "not compared", "FAULT"
 
 _WIDTH = re.compile(
     r"hidden_size.*|.*intermediate_size.*|(.*_)?(dim|rank|width)|d_(model|ff|kv|inner)|.*ffn_.*dim.*|n_embd|n_inner"
@@ -190,7 +191,7 @@ def verdict(kind: str, architecture: str, folder: Path) -> Verdict:
             cache_specs(read_config(folder))
         except CheckpointError as problem:
             return Verdict(REFUSED, str(problem))
-        return Verdict(FAULT, f"accepted, but no small model can be made: {first_line(error)}")
+        return Verdict(UNCOMPARED, f"doctor accepts it, no small model could be made: {first_line(error)}")
     try:
         check_tensors(folder)
     except CheckpointError as error:
