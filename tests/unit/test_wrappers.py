@@ -161,6 +161,23 @@ def test_logits_of_text_equal_those_of_transformers(tmp_path, name):
         assert (found - logits[at - 1]).abs().max().item() < 1e-4
 
 
+def test_parts_beside_the_language_model_are_left_out(tmp_path):
+    """Of DeepSeek-VL, Janus, LightOnOCR, Ovis 2, VideoLLaMA 3 and Video-LLaVA, as transformers saves them."""
+    from safetensors.torch import load_file, save_file
+
+    save("llava", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = [
+        *("model.aligner.linear1.bias", "model.high_res_vision_proj.bias", "model.vqmodel.encoder.conv.bias"),
+        *("model.generation_head.bias", "model.vision_encoder.ln_pre.weight", "model.projector.readout.bias"),
+        *("model.visual_embeddings_table.weight", "image_tower.embeddings.bias", "video_tower.bias"),
+        "model.vision_projection.norm.weight",
+    ]
+    others = {name: torch.zeros(2) for name in names}
+    save_file(tensors | others, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_tensors(tmp_path)
+
+
 def test_a_wrapper_with_a_tensor_of_its_own_in_the_language_model_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
