@@ -12,9 +12,11 @@ from gateway_rig import gateway, tokenizer
 from google.protobuf import descriptor_pool
 from scripted_decode import LENGTH, ScriptedDecode, silent
 
+from baton.config import GatewayConfig
 from baton.engine.plan import Logprobs
 from baton.gateway.cache_view import CacheView
 from baton.gateway.decode_client import DecodeClient
+from baton.gateway.gateway import Gateway
 from baton.handoff.messages import AttemptName, FirstSampled
 from baton.kvcache.kv_events import TreeLog
 from baton.rpc.errors import from_rpc_error, from_status
@@ -222,7 +224,7 @@ async def decode():
     welcome = decode_pb2.DecodeEvent(welcome=decode_pb2.DecodeWelcome(incarnation=1))
     callers = Callers(waiting, [decode_pb2.StepEvents(events=[welcome])])
     received = {1: Received(), 2: Received()}
-    peer = DecodeClient("a:1", 7, 10.0, lambda info: None)
+    peer = DecodeClient("a:1", 10.0, lambda info: None, Gateway(GatewayConfig()))
     peer._sinks = dict(received)
     async with serving(decode_pb2_grpc.add_DecodeServicer_to_server, callers) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).Generate(timeout=60)

@@ -161,7 +161,7 @@ async def test_http_keeps_no_more_either(node):
 
 async def test_who_reads_in_time_is_left_alone():
     paused, failed = [], []
-    reader = SlowReader(10, 0.05, paused.append, failed.append)
+    reader = SlowReader(10, 0.05, asyncio.get_running_loop().call_later, paused.append, failed.append)
     for count in (10, 11, 8, 30, 6):
         reader.look(count)
     assert paused == [True]

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from baton.gateway.node_load import NodeLoad
+from baton.gateway.routing import Router
+from baton.sim.audit import EVERY_SECONDS, TOLERATED_SECONDS
 from baton.sim.bugs import BUGS, planted
-from baton.sim.checks import EVERY_SECONDS, TOLERATED_SECONDS
 from baton.sim.cluster import SimCluster
 from baton.sim.faults import FAULTS, Fault
-from baton.sim.gateway import SimGateway
 from baton.sim.model import SimPool, reference
 from baton.sim.network import Network
 from baton.sim.run import run_many, run_scenario, run_seed
@@ -50,14 +50,13 @@ def test_figures_that_are_wrong_break_no_rule(monkeypatch):
     """What a gateway believes of nodes and caches costs time at worst."""
     rng = random.Random(7)
 
-    def lie(gateway, address):
+    def lie(router, address, prompt, preferred):
         numbers = [rng.choice((0, 1, 10**6)) for _ in range(6)]
         return NodeLoad(
             address, *numbers, *(rng.choice((0.0, 1e6)) for _ in range(2)), known=rng.random() < 0.5
         )
 
-    monkeypatch.setattr("baton.sim.gateway.POLICY", "cache")
-    monkeypatch.setattr(SimGateway, "_figures", lie)
+    monkeypatch.setattr(Router, "load_of", lie)
     outcomes = [run_seed(seed) for seed in range(40)]
     assert not [str(outcome) for outcome in outcomes if outcome.failure]
     assert sum(outcome.requests.get("finished", 0) for outcome in outcomes) > 200

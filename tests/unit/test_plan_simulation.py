@@ -183,7 +183,7 @@ def test_a_pool_that_is_too_small_makes_requests_wait_or_begin_again():
 def test_what_is_refused_is_a_failure():
     load = traffic((1.0, 100, 4), (1.1, 1000, 1200))
     fits, too_long = simulate(NodeLayout(1, 1), setup(context_length=2048), load).records
-    assert fits.error == "" and too_long.error == "TOO_MANY_TOKENS"
+    assert fits.error == "" and too_long.error == "CONTEXT_LENGTH_EXCEEDED"
     assert not Targets().met(too_long)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from baton import gateway
 from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
@@ -360,3 +363,15 @@ def test_a_decode_node_reports_its_handoffs_and_counters(cost):
         wait_ms=2500,
         pull_cost=cost and node_pb2.PullCost(fixed=0.25, token=0.5),
     )
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["backpressure", "decode_client", "preparation", "request", "resume", "routing", "runtime", "shell"],
+)
+def test_what_the_simulator_runs_of_a_gateway_has_no_clock_or_connection_of_its_own(module):
+    """Its names, but for those of code that only a process runs."""
+    source = (Path(gateway.__file__).parent / f"{module}.py").read_text()
+    imported = set(re.findall(r"^(?:import|from) (asyncio|time|grpc\.aio)\b", source, re.MULTILINE))
+    allowed = {"backpressure": {"asyncio"}, "routing": {"time"}}  # writes to clients; a default
+    assert imported == allowed.get(module, set())

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from baton.gateway.runtime import Cancellable
 from baton.rpc.errors import BatonError, exhausted
 
 
@@ -21,15 +22,18 @@ class SlowReader:
         self,
         limit: int,
         seconds: float,
+        after: Callable[[float, Callable[[], None]], Cancellable],
         pause: Callable[[bool], None],
         fail: Callable[[BatonError], None],
     ) -> None:
+        """after: calls a function once so many seconds have passed."""
         self.paused = False
         self._limit = limit
         self._seconds = seconds
+        self._after = after
         self._pause: Callable[[bool], None] | None = pause
         self._fail: Callable[[BatonError], None] | None = fail
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Cancellable | None = None
 
     def look(self, unread: int) -> None:
         """`unread`: tokens that the client has not read. Called when it has changed."""
@@ -37,7 +41,7 @@ class SlowReader:
             return
         if not self.paused and unread > self._limit:
             self.paused = True
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
+            self._timer = self._after(self._seconds, self._expire)
             self._pause(True)
         elif self.paused and unread <= self._limit // 2:
             self.close()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from typing import Protocol
 
-import grpc.aio
-
 from baton.gateway.resume import ResumeAttempts
-from baton.rpc.channel import Dial, open_channel
-from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, from_status, unavailable
-from baton.rpc.link import Link
-from baton.rpc.logs import get_logger
-from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.gateway.runtime import Cancellable, GatewayRuntime
+from baton.rpc.errors import BatonError, failed_precondition, from_status, unavailable
+from baton.v1 import decode_pb2, node_pb2
 
 
 class Liveness:
@@ -56,7 +50,6 @@ class Liveness:
         return True
 
 
-_log = get_logger()
 _OF_PROMPT = ("prompt_logprobs", "prompt")
 """Kinds of events that come before tokens."""
 
@@ -88,7 +81,8 @@ class DecodeClient:
     """One decode node. It takes requests once it is connected and its model is known.
 
     silence: seconds without an answer to a heartbeat after which its requests go to other nodes. accept:
-    checks the node's model; raises BatonError if it must not be used.
+    checks the node's model; raises BatonError if it must not be used. Pure: `runtime` has the clock, timers
+    and connections.
     """
 
     role = "decode"
@@ -96,35 +90,25 @@ class DecodeClient:
     def __init__(
         self,
         address: str,
-        incarnation: int,
         silence: float,
         accept: Callable[[node_pb2.NodeInfo], None],
-        dial: Dial = open_channel,
+        runtime: GatewayRuntime,
     ) -> None:
         self.address = address
         self.info: node_pb2.NodeInfo | None = None
         self.leaving = False
         """Gets no more requests: the node drains or has been removed."""
         self._accept = accept
-        self._dial = dial
+        self._runtime = runtime
         self._sinks: dict[int, TokenSink] = {}
         self._cancelled: set[int] = set()  # requests whose terminal event the node has not sent yet
         self._prompts: dict[int, decode_pb2.PromptDone] = {}
         """Requests whose prompt's log-probabilities have come in part."""
         self._liveness = Liveness(silence)
-        self._ticking: asyncio.TimerHandle | None = None
-        self._asking: asyncio.Task[None] | None = None
-        hello = decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=incarnation))
-        self._link = Link[decode_pb2.GenerateCommand, decode_pb2.StepEvents](
-            address,
-            lambda channel: decode_pb2_grpc.DecodeStub(channel).Generate,
-            hello=lambda: hello,
-            on_message=self._on_message,
-            on_up=self._on_up,
-            on_down=self._on_down,
-            join=_join,
-            dial=dial,
-        )
+        self._ticking: Cancellable | None = None
+        self._asking: Cancellable | None = None
+        hello = decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=runtime.incarnation))
+        self._link = runtime.make_link(address, lambda: hello, self._on_message, self._on_up, self._on_down)
 
     @property
     def usable(self) -> bool:
@@ -137,7 +121,7 @@ class DecodeClient:
 
     @property
     def _silent(self) -> bool:
-        return self._liveness.silent(time.monotonic())
+        return self._liveness.silent(self._runtime.clock())
 
     @property
     def requests(self) -> int:
@@ -212,7 +196,9 @@ class DecodeClient:
                 sink.on_tokens(self.address, delta)
             elif delta.request not in self._cancelled:
                 # An unknown request: the node gets a cancel, so that it frees what it holds.
-                _log.warning("tokens of an unknown request", decode=self.address, request=delta.request)
+                self._runtime.log.warning(
+                    "tokens of an unknown request", decode=self.address, request=delta.request
+                )
                 self._send_cancel(delta.request, delta.attempt)
         for event in message.events:
             if event.WhichOneof("kind") not in _OF_PROMPT:
@@ -248,7 +234,7 @@ class DecodeClient:
                 self._link.send(decode_pb2.GenerateCommand(begin=begin))
             return
         if kind not in ("finished", "failed"):
-            _log.warning("unexpected event", decode=self.address, kind=kind or "none")
+            self._runtime.log.warning("unexpected event", decode=self.address, kind=kind or "none")
             return
         self._prompts.pop(event.request, None)
         if event.request in self._cancelled:
@@ -256,7 +242,7 @@ class DecodeClient:
             return
         if sink is None:
             # The answer to a late cancel; or an error of the node, which has got a cancel already.
-            _log.debug("event of an unknown attempt", decode=self.address, request=event.request)
+            self._runtime.log.debug("event of an unknown attempt", decode=self.address, request=event.request)
             return
         del self._sinks[event.request]
         if kind == "finished":
@@ -273,35 +259,32 @@ class DecodeClient:
         self.leaving = False
         self._liveness.reset()
         self._tick()
-        self._asking = asyncio.get_running_loop().create_task(self._ask(welcome.incarnation))
+        ask = self._ask(welcome.incarnation)
+        self._asking = self._runtime.spawn(ask, f"model of {self.address}")
 
     async def _ask(self, incarnation: int) -> None:
         try:
-            async with self._dial(self.address) as channel:
-                stub = node_pb2_grpc.NodeStub(channel)
-                info = await stub.GetInfo(node_pb2.GetInfoRequest(), timeout=10.0)
+            info = await self._runtime.node_info(self.address)
             if info.incarnation != incarnation:
                 raise unavailable(f"{self.address} has just been restarted")
             self._accept(info)
             self.info = info
-        except grpc.aio.AioRpcError as error:
-            self._link.reset(from_rpc_error(error))
         except BatonError as error:
-            _log.error("decode node refused", decode=self.address, error=error.message)
+            self._runtime.log.error("decode node refused", decode=self.address, error=error.message)
             self._link.reset(error)
 
     def _tick(self) -> None:
         """Sends a heartbeat while requests run there. It checks the step thread; the connection has its
         own pings."""
-        now = time.monotonic()
+        now = self._runtime.clock()
         if self._liveness.tick(now, wanted=bool(self._sinks)):
             heartbeat = decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat())
             self._link.send(heartbeat)
         if self._silent and self._sinks:
             text = f"decode node {self.address} has gone silent"
-            _log.warning(text, requests=self.requests)
+            self._runtime.log.warning(text, requests=self.requests)
             self.lose(unavailable(text, "DECODE_SILENT", 1000))
-        self._ticking = asyncio.get_running_loop().call_later(self._liveness.interval, self._tick)
+        self._ticking = self._runtime.after(self._liveness.interval, self._tick)
 
     def _stop_ticking(self) -> None:
         if self._ticking is not None:
@@ -320,7 +303,3 @@ class DecodeClient:
             [sink.attempts for sink in self._sinks.values() if sink.attempts is not None]
         )
         self.lose(unavailable(f"decode node {self.address} was lost: {error.message}", "DECODE_LOST", 1000))
-
-
-def _join(commands: list[decode_pb2.GenerateCommand]) -> decode_pb2.GenerateCommand:
-    return decode_pb2.GenerateCommand(several=decode_pb2.DecodeCommands(commands=commands))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, product
 
 import grpc
@@ -246,12 +245,13 @@ def _bounded(value: str, known: set[str], most: int) -> str:
 
 
 class RequestTimer:
-    """Starts now. limit: seconds that the request may take."""
+    """Starts now. limit: seconds that the request may take. clock: monotonic seconds."""
 
-    def __init__(self, metrics: GatewayMetrics, limit: float) -> None:
+    def __init__(self, metrics: GatewayMetrics, limit: float, clock: Callable[[], float]) -> None:
         self.limit = limit
         self._metrics = metrics
-        self._started = time.monotonic()
+        self._clock = clock
+        self._started = clock()
         self._first_token: float | None = None
         self._last_token = 0.0
         self._gaps = self._late = 0
@@ -262,7 +262,7 @@ class RequestTimer:
 
     def begin_phase(self, name: str) -> None:
         """The phase before ends. Empty: the phases that the gateway measures are over."""
-        now = time.monotonic()
+        now = self._clock()
         before, since = self._phase
         if before:
             self.phases[before] = self.phases.get(before, 0.0) + now - since
@@ -270,7 +270,7 @@ class RequestTimer:
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self._started
+        return self._clock() - self._started
 
     @property
     def remaining(self) -> float:
@@ -284,11 +284,11 @@ class RequestTimer:
     @property
     def first_token(self) -> float:
         """Time of the first token on the monotonic clock; now, if there is none yet."""
-        return self._first_token if self._first_token is not None else time.monotonic()
+        return self._first_token if self._first_token is not None else self._clock()
 
     def tokens(self, choice: int, count: int) -> None:
         """Records `count` new tokens of a choice. Time without a decode node counts too."""
-        now = time.monotonic()
+        now = self._clock()
         metrics = self._metrics
         metrics.output_tokens.add(count)
         if self._first_token is None:

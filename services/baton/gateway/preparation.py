@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from baton.gateway import admission
 from baton.gateway.authentication import ApiKey
-from baton.gateway.gateway import Gateway
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
 from baton.gateway.prompts import EncodedPrompt, GatewaySession, encode_prompt
+from baton.gateway.shell import GatewayShell
 from baton.rpc.validate import require_grammars
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2, trace_pb2
@@ -30,7 +30,7 @@ class Prepared:
 
 
 async def prepare(
-    gateway: Gateway,
+    gateway: GatewayShell,
     start: inference_pb2.GenerateStart,
     session: GatewaySession | None,
     api_key: ApiKey,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -11,7 +9,6 @@ import grpc
 from baton.gateway.authentication import ApiKey
 from baton.gateway.backpressure import SlowReader
 from baton.gateway.decode_client import DecodeClient
-from baton.gateway.gateway import Gateway
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.preparation import prepare
 from baton.gateway.prompts import EncodedPrompt, GatewaySession
@@ -19,26 +16,25 @@ from baton.gateway.request_end import ended_request, finished_event
 from baton.gateway.request_spans import describe_span, request_span
 from baton.gateway.resume import ResumeAttempts, Wait
 from baton.gateway.routing import RequestRouting
+from baton.gateway.runtime import Cancellable
+from baton.gateway.shell import GatewayShell
 from baton.gateway.token_log import fill_token_bytes, new_log
 from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, internal, to_status, without_frames
-from baton.rpc.logs import get_logger
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.tracing.recorder import TOKENS_EVERY, EventKind
 from baton.v1 import decode_pb2, inference_pb2, trace_pb2
 
-_log = get_logger()
-
 
 class GatewayRequest:
-    """Runs on the event loop. In every case `log` gets exactly one terminal event, and at that moment the
-    request releases what it holds at other nodes (`_release`).
+    """Pure: `gateway` has the clock, timers and connections. In every case `log` gets exactly one terminal
+    event, and at that moment the request releases what it holds at other nodes (`_release`).
 
     on_change: called when `log.take()` has something new; the client's writer takes it when it can.
     """
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: GatewayShell,
         start: inference_pb2.GenerateStart,
         on_change: Callable[[], None],
         api_key: ApiKey,
@@ -81,7 +77,7 @@ class GatewayRequest:
         self._stats: decode_pb2.RequestStats | None = None
         config = gateway.config
         limit = start.timeout_ms / 1000 if start.HasField("timeout_ms") else config.request_seconds
-        self._timing = RequestTimer(gateway.metrics, limit)
+        self._timing = RequestTimer(gateway.metrics, limit, gateway.clock)
         self._template.traceparent = request_span(self._recorder, gateway, self.number, start, traceparent)
         self._record(EventKind.RECEIVED, text=api)
         self._begun_attempt = -1
@@ -90,11 +86,12 @@ class GatewayRequest:
         """Output tokens since the last event TOKENS."""
         self._written = False
         self._reader = SlowReader(
-            config.max_unread_tokens, config.slow_reader_seconds, self._pause, self.fail
+            config.max_unread_tokens, config.slow_reader_seconds, gateway.after, self._pause, self.fail
         )
-        self._timer: asyncio.TimerHandle | None = None
-        self._place_timer: asyncio.TimerHandle | None = None
-        self._preparing: asyncio.Task[None] | None = None
+        self._timer: Cancellable | None = None
+        self._place_timer: Cancellable | None = None
+        self._preparing: Cancellable | None = None
+        """None also once the prompt is encoded or refused."""
 
     @property
     def attempt(self) -> int:
@@ -123,9 +120,8 @@ class GatewayRequest:
         except BatonError as error:
             self.fail(error)
             return
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._timing.limit, self._expire)
-        self._preparing = loop.create_task(self._prepare(start), name=f"request {self.name}")
+        self._timer = self._gateway.after(self._timing.limit, self._expire)
+        self._preparing = self._gateway.spawn(self._prepare(start), f"request {self.name}")
 
     def take(self) -> list[inference_pb2.GenerateResponse]:
         """Called by the client's writer: see TokenLog.take."""
@@ -166,7 +162,7 @@ class GatewayRequest:
                 self._tokenizing,
                 self._tokenized,
             )
-            self._start = None
+            self._start = self._preparing = None
             if self.log.terminal is not None:
                 return
             self._prompt, vocabulary, outputs = prepared.prompt, prepared.vocabulary, prepared.outputs
@@ -183,11 +179,12 @@ class GatewayRequest:
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
             self._place()
-        except BatonError as error:
-            self.fail(error)
         except Exception as error:
-            _log.exception("request failed", request=self.name)
-            self.fail(internal(f"{type(error).__name__} while preparing the request"))
+            self._preparing = None
+            if not isinstance(error, BatonError):
+                self._gateway.log.exception("request failed", request=self.name)
+                error = internal(f"{type(error).__name__} while preparing the request")
+            self.fail(error)
 
     def _tokenizing(self, address: str) -> None:
         self._timing.begin_phase("tokenize")
@@ -207,9 +204,9 @@ class GatewayRequest:
         try:
             while True:
                 candidates = nodes.candidates(self.number, self._fingerprint)
-                place = self.attempts.place(candidates, time.monotonic(), routing.pick_decode)
+                place = self.attempts.place(candidates, self._gateway.clock(), routing.pick_decode)
                 if isinstance(place, Wait):
-                    self._place_timer = asyncio.get_running_loop().call_later(place.seconds, self._place)
+                    self._place_timer = self._gateway.after(place.seconds, self._place)
                     return
                 prefill = routing.order_prefill(nodes.prefill)
                 limit = routing.decide(self._gateway.split, place, prefill, self._hand_off)
@@ -275,12 +272,11 @@ class GatewayRequest:
 
     def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None:
         if not self.attempts.current(address, delta.attempt):
-            _log.warning("tokens of an attempt that is over", request=self.name, decode=address)
+            self._gateway.log.warning("tokens of an attempt that is over", request=self.name, decode=address)
             return
         self.attempts.progress()
         number, token_ids = delta.choice, delta.token_ids[:]
         logprobs = delta.logprobs[:] if self._with_logprobs else ()
-        self._timing.tokens(number, len(token_ids))
         if self._begun_attempt != delta.attempt:
             self._begun_attempt = delta.attempt
             self._record(EventKind.FIRST_TOKEN, attempt=delta.attempt)
@@ -290,13 +286,17 @@ class GatewayRequest:
         if wrong:
             self.fail(internal(f"decode node {address} sent {wrong}", "BAD_PEER"))
             return
+        choice = self.log.choices[number]
+        before = len(choice.token_ids)
         try:
-            self.log.choices[number].push(token_ids, logprobs, delta.finish_reason)
+            choice.push(token_ids, logprobs, delta.finish_reason)
         except Exception as error:  # must not reach the connection, which other requests share
-            _log.exception("request failed", request=self.name)
+            self._gateway.log.exception("request failed", request=self.name)
             self.fail(internal(f"{type(error).__name__} while reading the output"))
             return
-        self._unrecorded += len(token_ids)
+        taken = len(choice.token_ids) - before  # none after a stop string
+        self._timing.tokens(number, taken)
+        self._unrecorded += taken
         if self._unrecorded >= TOKENS_EVERY:
             self._unrecorded = 0
             self._record(EventKind.TOKENS, attempt=delta.attempt, number=self.log.output_tokens)
@@ -319,7 +319,7 @@ class GatewayRequest:
     def on_failed(self, error: BatonError, lost: bool) -> None:
         resumed, address, attempt = self.attempts.resumed, self.attempts.address, self.attempts.number
         try:
-            self.attempts.ended(error, time.monotonic(), lost=lost)
+            self.attempts.ended(error, self._gateway.clock(), lost=lost)
         except BatonError as last:
             if last.field == "sampling.grammar":
                 last.message = last.message.replace(last.field, self._grammar_field)
@@ -333,7 +333,9 @@ class GatewayRequest:
         else:
             kind = EventKind.RESUMED if self.attempts.resumed > resumed else EventKind.RETRIED
             self._record(kind, attempt=attempt, text=error.reason)
-            _log.info("trying another decode node", request=self.name, decode=address, error=error.message)
+            self._gateway.log.info(
+                "trying another decode node", request=self.name, decode=address, error=error.message
+            )
             self._place()
 
     def _finish_if_complete(self) -> None:
@@ -358,13 +360,10 @@ class GatewayRequest:
     def _release(self, outcome: str, error: BatonError | None) -> None:
         """Releases everything at every node, and all references that lead back here, so that the request
         and its prompt are freed with the last reference. Called once, with the terminal event."""
-        for timer in (self._timer, self._place_timer):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._place_timer = None
-        if self._preparing is not None and self._preparing is not asyncio.current_task():
-            self._preparing.cancel()
-        self._preparing = None
+        for each in (self._timer, self._place_timer, self._preparing):
+            if each is not None:
+                each.cancel()
+        self._timer = self._place_timer = self._preparing = None
         self._reader.end()
         self._start = None
         if (node := self._node) is not None:
@@ -380,9 +379,6 @@ class GatewayRequest:
         if self._template.traceparent:
             describe_span(self._recorder, self._gateway, self.number, self.log)
         self._record(EventKind.ENDED, number=self.log.output_tokens, text=reason)
-        prompt, output = len(self.log.prompt_ids), self.log.output_tokens
-        self._gateway.metrics.ended(outcome, self.api_key.name, prompt, output, self._timing.elapsed)
-        self._gateway.forget(self, outcome)
         ended = ended_request(
             self.log,
             self._stats,
@@ -393,7 +389,7 @@ class GatewayRequest:
             key=self.api_key.name,
             model=self._gateway.model_name,
         )
-        self._gateway.request_log.add(outcome, ended, error)
+        self._gateway.ended(self, outcome, ended, error)
         on_change, self._on_change = self._on_change, lambda: None
         on_change()
 

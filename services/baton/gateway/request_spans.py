@@ -9,7 +9,7 @@ from baton.tracing.recorder import Recorder
 from baton.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
-    from baton.gateway.gateway import Gateway
+    from baton.gateway.shell import GatewayShell
 
 _SAMPLING = {
     "max_tokens": "max_tokens",
@@ -23,7 +23,11 @@ _SAMPLING = {
 
 
 def request_span(
-    recorder: Recorder, gateway: Gateway, number: int, start: inference_pb2.GenerateStart, traceparent: str
+    recorder: Recorder,
+    gateway: GatewayShell,
+    number: int,
+    start: inference_pb2.GenerateStart,
+    traceparent: str,
 ) -> str:
     """Begins the span; returns its trace context, which is empty if the request is not traced."""
     if recorder.spans is None:
@@ -47,7 +51,7 @@ def request_span(
     )
 
 
-def describe_span(recorder: Recorder, gateway: Gateway, number: int, log: TokenLog) -> None:
+def describe_span(recorder: Recorder, gateway: GatewayShell, number: int, log: TokenLog) -> None:
     """Adds what is known at the end."""
     if recorder.spans is None:
         return

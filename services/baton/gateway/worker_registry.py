@@ -15,11 +15,11 @@ from baton.discovery.finder import Finder, MembershipChange
 from baton.gateway.cache_view import FRESH_SECONDS, Gap
 from baton.gateway.decode_client import DecodeClient
 from baton.gateway.routing import Router
+from baton.gateway.runtime import Cancellable, GatewayRuntime
 from baton.gateway.tokenizer_client import TokenizerClient, TokenizerPeer
 from baton.rpc.channel import Dial
 from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.logs import get_logger
-from baton.rpc.tasks import Tasks, keep_connected
 from baton.v1 import cache_pb2, cache_pb2_grpc, node_pb2
 
 ROLES = ("tokenizer", "decode", "prefill")
@@ -37,20 +37,20 @@ class WorkerRegistry:
         config: GatewayConfig,
         tokenizer: TokenizerClient,
         router: Router,
-        make_decode: Callable[[str], DecodeClient],
-        dial: Dial,
+        runtime: GatewayRuntime,
+        accept: Callable[[node_pb2.NodeInfo], None],
     ) -> None:
-        """make_decode: makes the DecodePeer of an address. Raises BatonError for an invalid address, and for
-        unusable files for etcd."""
+        """accept: see DecodeClient. Raises BatonError for an invalid address, and for unusable files for
+        etcd."""
         self.tokenizer = tokenizer
         self.prefill: list[str] = []
         """Prefill nodes; decode nodes connect to them."""
         self.decode: dict[str, DecodeClient] = {}
         self._router = router
-        self._make_decode = make_decode
-        self.dial = dial
-        self._tasks = Tasks()
-        self._following: dict[str, asyncio.Task[None]] = {}
+        self._runtime = runtime
+        self._accept = accept
+        self._silence = config.silence_seconds
+        self._following: dict[str, Cancellable] = {}
         etcd = Etcd.load(config)
         self._finders = [
             Finder(role, _addresses(config, role), etcd, partial(self._changed, role)) for role in ROLES
@@ -63,7 +63,6 @@ class WorkerRegistry:
     async def close(self) -> None:
         await asyncio.gather(*(finder.close() for finder in self._finders))
         await asyncio.gather(*(node.close() for node in self.decode.values()), self.tokenizer.close())
-        await self._tasks.close()
 
     @property
     def places(self) -> list[str]:
@@ -84,7 +83,7 @@ class WorkerRegistry:
             self.prefill.append(address)
             self._follow(address)
         elif role == "decode" and address not in self.decode:
-            node = self.decode[address] = self._make_decode(address)
+            node = self.decode[address] = DecodeClient(address, self._silence, self._accept, self._runtime)
             node.start()
             self._follow(address)
 
@@ -102,12 +101,11 @@ class WorkerRegistry:
             node = self.decode.pop(address)
             node.leaving = True
             node.lose(unavailable(f"decode node {address} was removed", "DECODE_LOST", 1000))
-            self._tasks.spawn(node.close(), f"leave decode node {address}")
+            self._runtime.spawn(node.close(), f"leave decode node {address}")
             self._forget(address)
 
     def _follow(self, address: str) -> None:
-        watch = CacheWatch(address, self._router, self.dial)
-        self._following[address] = self._tasks.spawn(keep_connected(watch.connect), f"cache of {address}")
+        self._following[address] = self._runtime.follow_load(address)
 
     def _forget(self, address: str) -> None:
         self._following.pop(address).cancel()

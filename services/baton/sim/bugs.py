@@ -1,9 +1,9 @@
-"""Bugs that can be planted into the real core, one at a time, to show that the simulator finds them."""
+"""Bugs that can be planted into the real core, one at a time, to show that the simulator finds them. Those of
+the gateway are in `gateway_bugs`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from baton.engine.plan import StepPlan, StepResult
 from baton.engine.request import Sequence as EngineSequence
 from baton.engine.request import SequencePhase, TokenEvent
 from baton.engine.scheduler import Scheduler
-from baton.gateway.resume import ResumeAttempts
 from baton.handoff.decode_handoff import Handoff
 from baton.handoff.fetch import DecodeSide
 from baton.handoff.lease import PrefillSide
@@ -24,40 +23,22 @@ from baton.kvcache import BlockTable, KvCacheManager, PageAllocator
 from baton.kvcache.tree_node import PageRow
 from baton.kvcache.window_pages import WindowPages
 from baton.layers.cache_spec import CacheSpec
-from baton.rpc.errors import BatonError
-from baton.sim.planting import Bug, PlantedChange, Wrong
+from baton.sim import gateway_bugs as gateway_bugs
+from baton.sim.planting import BUGS as BUGS
+from baton.sim.planting import Wrong, bug
+from baton.sim.planting import planted as planted
 from baton.sim.ranks import Collective, SimRanks
 from baton.sim.transport import SimPull as SimPull
 from baton.worker.prefill.core import PrefillCore
 from baton.worker.ranks.plan_codec import PlanDecoder, Table, Tables
 from baton.worker.ranks.runner import RankedRunner, RanksLost
 
-BUGS: dict[str, Bug] = {}
-
-
-def _bug(
-    name: str, text: str, within: int, owner: type, method: str, *others: PlantedChange, seed: int = 0
-) -> Callable[[Wrong], Wrong]:
-    """Registers what it decorates as the bug's first change."""
-
-    def register(wrong: Wrong) -> Wrong:
-        BUGS[name] = Bug(name, text, within, seed, ((owner, method, wrong), *others))
-        return wrong
-
-    return register
-
-
-def planted(name: str) -> AbstractContextManager[None]:
-    """Plants the named bug; an empty name plants none. Raises KeyError for an unknown name."""
-    return BUGS[name].planted() if name else nullcontext()
-
-
 # --- leases and attempts ------------------------------------------------------------------------------------
 
 TIMER_SECONDS = 0.1
 
 
-@_bug("lease-timer", "a lease ends on a timer although a pull runs", 100, PrefillSide, "tick")
+@bug("lease-timer", "a lease ends on a timer although a pull runs", 100, PrefillSide, "tick")
 def _(tick: Wrong, side: PrefillSide, now: float) -> None:
     tick(side, now)
     for attempt in side._attempts.values():
@@ -65,7 +46,7 @@ def _(tick: Wrong, side: PrefillSide, now: float) -> None:
             side.scheduler.close(attempt.request)
 
 
-@_bug(
+@bug(
     "no-attempt", "messages are matched by request, whatever the attempt", 100, DecodeSide, "receive", seed=35
 )
 def _(receive: Wrong, side: DecodeSide, address: str, message: PrefillOutput, now: float) -> None:
@@ -76,7 +57,7 @@ def _(receive: Wrong, side: DecodeSide, address: str, message: PrefillOutput, no
     receive(side, address, message, now)
 
 
-@_bug("silent-failure", "a failure before the first token is not announced", 100, PrefillSide, "_fail")
+@bug("silent-failure", "a failure before the first token is not announced", 100, PrefillSide, "_fail")
 def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, message: str) -> None:
     fail(side, attempt, code, reason, message)
     if not attempt.first:
@@ -93,20 +74,20 @@ def _any_release_stood(release: Wrong, side: PrefillSide, holder: Hashable, name
 ANY_RELEASE_STOOD = (PrefillSide, "release", _any_release_stood)
 
 
-@_bug(
+@bug(
     "unknown-reference",
     "a release with an unknown name is confirmed (vLLM #52234, 1)",
     100,
     DecodeSide,
     "peer_down",
     ANY_RELEASE_STOOD,
-    seed=54,
+    seed=2,
 )
 def _(peer_down: Wrong, side: DecodeSide, address: str, reason: str) -> None:
     """Hand-offs are tied to an address, not to an incarnation of the process there."""
 
 
-@_bug(
+@bug(
     "expired-lease",
     "an expired lease is still confirmed (vLLM #52234, 5)",
     200,
@@ -124,14 +105,21 @@ def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, 
 # --- pulls --------------------------------------------------------------------------------------------------
 
 
-@_bug("free-at-cancel", "a pull's target is freed when its request is cancelled", 25, DecodeSide, "_forget")
+@bug(
+    "free-at-cancel",
+    "a pull's target is freed when its request is cancelled",
+    25,
+    DecodeSide,
+    "_forget",
+    seed=5,
+)
 def _(forget: Wrong, side: DecodeSide, handoff: Handoff) -> None:
     forget(side, handoff)
     if handoff.pull is not None:
         side._pulls.end(handoff.pull)
 
 
-@_bug(
+@bug(
     "late-generation",
     "the expected generation is read when the copy starts",
     800,
@@ -146,19 +134,21 @@ def _(begin: Wrong, pull: SimPull) -> None:
     begin(pull)
 
 
-@_bug("free-overdue", "a pull's target is freed when the pull is overdue", 400, Pulls, "expire", seed=42)
+@bug("free-overdue", "a pull's target is freed when the pull is overdue", 400, Pulls, "expire", seed=42)
 def _(expire: Wrong, pulls: Pulls[Handoff], now: float) -> list[Pull[Handoff]]:
     late = [number for number, pull in pulls.running.items() if pull.due <= now]
     return [pull for number in late if (pull := pulls.end(number)) is not None]
 
 
-@_bug("unconfirmed", "nothing is confirmed after the copy", 800, DecodeSide, "pull_ended", seed=318)
+@bug("unconfirmed", "nothing is confirmed after the copy", 800, DecodeSide, "pull_ended", seed=318)
 def _(ended: Wrong, side: DecodeSide, number: int, error: str | None, generations: Any, now: float) -> None:
     pull = side._pulls.running.get(number)
     ended(side, number, error, pull.generations if pull is not None else None, now)
 
 
-@_bug("failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, DecodeSide, "pull_ended")
+@bug(
+    "failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, DecodeSide, "pull_ended", seed=3
+)
 def _(ended: Wrong, side: DecodeSide, number: int, error: str | None, generations: Any, now: float) -> None:
     pull = side._pulls.running.get(number)
     if error is not None and pull is not None:
@@ -166,7 +156,7 @@ def _(ended: Wrong, side: DecodeSide, number: int, error: str | None, generation
     ended(side, number, error, generations, now)
 
 
-@_bug("consumed-reference", "pages are read after their release (vLLM #52234, 3)", 25, DecodeSide, "_advance")
+@bug("consumed-reference", "pages are read after their release (vLLM #52234, 3)", 25, DecodeSide, "_advance")
 def _(advance: Wrong, side: DecodeSide, handoff: Handoff, now: float) -> None:
     advance(side, handoff, now)
     if handoff.pull is not None and handoff.announced_all and handoff.first and not handoff.released:
@@ -174,7 +164,7 @@ def _(advance: Wrong, side: DecodeSide, handoff: Handoff, now: float) -> None:
         side.effects.append(ReleaseLease(handoff.address, handoff.name))
 
 
-@_bug("early-retired", "a step counts as retired when it is planned", 100, PrefillCore, "plan")
+@bug("early-retired", "a step counts as retired when it is planned", 100, PrefillCore, "plan", seed=4)
 def _(plan: Wrong, core: PrefillCore, now: float) -> Step | None:
     step: Step | None = plan(core, now)
     if step is not None:
@@ -182,23 +172,24 @@ def _(plan: Wrong, core: PrefillCore, now: float) -> Step | None:
     return step
 
 
-@_bug(
+@bug(
     "unwaited",
     "pages announced ahead are pulled without waiting for their step",
     100,
     DecodeSide,
     "_announced",
+    seed=4,
 )
 def _(announced: Wrong, side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
     announced(side, handoff, replace(chunk, step=0), now)
 
 
-@_bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, DecodeSide, "_stop", seed=244)
+@bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, DecodeSide, "_stop", seed=244)
 def _(stop: Wrong, side: DecodeSide, pull: int, address: str) -> None:
     pass
 
 
-@_bug(
+@bug(
     "stale-reference",
     "a reused page keeps its generation (vLLM #52234, 4)",
     800,
@@ -216,7 +207,7 @@ def _(take: Wrong, allocator: PageAllocator, count: int) -> list[int]:
 # --- steps --------------------------------------------------------------------------------------------------
 
 
-@_bug(
+@bug(
     "free-at-abort",
     "pages are freed while the batch that uses them is in flight",
     25,
@@ -227,12 +218,12 @@ def _(release: Wrong, cache: KvCacheManager, holding: BlockTable, after_step: in
     release(cache, holding, 0)
 
 
-@_bug("row-reuse", "a batch slot is reused before its step has retired", 25, BatchSlots, "give_back")
+@bug("row-reuse", "a batch slot is reused before its step has retired", 25, BatchSlots, "give_back")
 def _(give_back: Wrong, slots: BatchSlots, slot: int, after_step: int) -> None:
     give_back(slots, slot, 0)
 
 
-@_bug(
+@bug(
     "after-end",
     "a token in flight is emitted after the end of its sequence",
     50,
@@ -251,17 +242,17 @@ def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> No
 # --- KV groups ----------------------------------------------------------------------------------------------
 
 
-@_bug("window-early", "a window page is given up one position early", 25, CacheSpec, "keeps")
+@bug("window-early", "a window page is given up one position early", 25, CacheSpec, "keeps", seed=3)
 def _(keeps: Wrong, spec: CacheSpec, position: int, page_size: int) -> int:
     return spec.sees(position + 1, page_size)
 
 
-@_bug("window-gone", "a prefix is used whose window pages are gone", 25, WindowPages, "usable")
+@bug("window-gone", "a prefix is used whose window pages are gone", 25, WindowPages, "usable", seed=3)
 def _(usable: Wrong, pages: WindowPages, rows: Sequence[PageRow], position: int | None) -> int:
     return len(rows)
 
 
-@_bug("window-at-launch", "window pages are given up when a step is launched", 25, Scheduler, "plan")
+@bug("window-at-launch", "window pages are given up when a step is launched", 25, Scheduler, "plan", seed=3)
 def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     step: Step | None = plan(scheduler)
     for record in step.records if step is not None else ():
@@ -270,14 +261,28 @@ def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     return step
 
 
-@_bug("window-free", "a window page is freed although the prefix tree holds it", 25, KvCacheManager, "_leave")
+@bug(
+    "window-free",
+    "a window page is freed although the prefix tree holds it",
+    25,
+    KvCacheManager,
+    "_leave",
+    seed=3,
+)
 def _(leave: Wrong, cache: KvCacheManager, holding: BlockTable, pages: Sequence[int]) -> None:
     cached = [page for page in pages if page not in holding.owned]
     leave(cache, holding, pages)
     cache._allocator.drop_cached(cached)
 
 
-@_bug("other-group", "pages are pulled into the tables of the wrong groups", 25, DecodeSide, "_announced")
+@bug(
+    "other-group",
+    "pages are pulled into the tables of the wrong groups",
+    25,
+    DecodeSide,
+    "_announced",
+    seed=3,
+)
 def _(announced: Wrong, side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
     if len(chunk.groups) > 1 and len(chunk.groups[0].pages) == len(chunk.groups[1].pages):
         one, other, *rest = chunk.groups
@@ -286,7 +291,7 @@ def _(announced: Wrong, side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounce
     announced(side, handoff, chunk, now)
 
 
-@_bug("lost-matcher", "a sequence that gets a slot begins its grammar anew", 25, StepBuilder, "_init_slot")
+@bug("lost-matcher", "a sequence that gets a slot begins its grammar anew", 25, StepBuilder, "_init_slot")
 def _(init: Wrong, builder: StepBuilder, sequence: EngineSequence, last_token: int | None) -> None:
     """Whether it comes from a prefill node, is resumed, or has been retracted."""
     init(builder, sequence, last_token)
@@ -297,14 +302,14 @@ def _(init: Wrong, builder: StepBuilder, sequence: EngineSequence, last_token: i
 # --- ranks --------------------------------------------------------------------------------------------------
 
 
-@_bug(
+@bug(
     "one-rank", "a step is complete when rank 0 alone has written its pages", 25, SimRanks, "complete", seed=5
 )
 def _(complete: Wrong, ranks: SimRanks, found: Collective) -> bool:
     return 0 in found.values
 
 
-@_bug(
+@bug(
     "follower-behind",
     "a follower is a sequence behind, and reuses its pages",
     25,
@@ -322,13 +327,13 @@ def _(change: Wrong, decoder: PlanDecoder, slot: int, changes: Sequence[tuple[in
     return decoder._tables[slot]
 
 
-@_bug(
+@bug(
     "plans-differ",
     "ranks go on after a step that rank 0 alone has not launched",
     200,
     RankedRunner,
     "launch",
-    seed=83,
+    seed=78,
 )
 def _(launch: Wrong, runner: RankedRunner, plan: StepPlan) -> Any:
     try:
@@ -337,72 +342,3 @@ def _(launch: Wrong, runner: RankedRunner, plan: StepPlan) -> Any:
         if error.by_step:
             raise RuntimeError(str(error)) from error
         raise
-
-
-# --- resumes ------------------------------------------------------------------------------------------------
-
-Delivered = tuple[tuple[int, ...] | None, ...]
-
-
-@_bug(
-    "late-tokens",
-    "tokens of an attempt that has been given up are accepted",
-    100,
-    ResumeAttempts,
-    "current",
-    seed=57,
-)
-def _(current: Wrong, attempts: ResumeAttempts, address: str, attempt: int) -> bool:
-    return True
-
-
-@_bug("sampled-again", "a resume samples the last delivered position again", 50, ResumeAttempts, "delivered")
-def _(delivered: Wrong, attempts: ResumeAttempts) -> Delivered:
-    return tuple(tokens and tokens[:-1] for tokens in delivered(attempts))
-
-
-@_bug("poison", "nodes that a request has ended are not counted", 200, ResumeAttempts, "ended", seed=33)
-def _(ended: Wrong, attempts: ResumeAttempts, error: BatonError, now: float, *, lost: bool) -> None:
-    ended(attempts, error, now, lost=lost)
-    attempts.failed_steps = 0
-
-
-@_bug(
-    "silent-poison",
-    "nobody is suspected of a node that is lost without a word",
-    200,
-    ResumeAttempts,
-    "ended",
-    seed=15,
-)
-def _(ended: Wrong, attempts: ResumeAttempts, error: BatonError, now: float, *, lost: bool) -> None:
-    attempts.suspect = attempts.has_turn = False
-    attempts.failed_steps = 0
-    ended(attempts, error, now, lost=lost)
-
-
-@_bug(
-    "no-turns",
-    "all suspects of a node that is lost count as the cause",
-    400,
-    ResumeAttempts,
-    "begin",
-    seed=41,
-)
-def _(begin: Wrong, attempts: ResumeAttempts, address: str) -> None:
-    begin(attempts, address)
-    attempts.has_turn = True
-
-
-@_bug(
-    "other-choice",
-    "a resumed choice continues another choice's output",
-    200,
-    ResumeAttempts,
-    "delivered",
-    seed=26,
-)
-def _(delivered: Wrong, attempts: ResumeAttempts) -> Delivered:
-    """Each choice continues from the output of the first."""
-    carried: Delivered = delivered(attempts)
-    return tuple((tokens and carried[0]) or tokens for tokens in carried)

@@ -1,19 +1,15 @@
-"""Checks from outside the processes. `Ledger` checks what clients get, at every token and every end.
-`Audit` checks that each side of a hand-off knows what the other believes to be running."""
+"""`Ledger` checks what clients get, at every token and every end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.plan import Logprobs
-from baton.sim.decode import SimDecode
 from baton.sim.model import POISONS, Windows, prompt_logprobs, reference
-from baton.sim.network import Network
-from baton.sim.prefill import SimPrefill
-from baton.sim.process import SimProcess, Worker
 from baton.sim.scenario import RequestSpec, Scenario
-from baton.sim.world import Actor, Violation, World
+from baton.sim.world import Violation, World
+from baton.v1 import inference_pb2
 
 _OUTAGES = ("crash", "stall", "hang", "cut", "drop", "drain", "slow", "kill-rank", "stall-rank")
 EXCUSES = {
@@ -66,9 +62,8 @@ class Ledger:
             self._deliver_one(account, choice, token)
         account.text[choice] += text
 
-    def prompt(self, number: int, logprobs: Sequence[Logprobs] | None) -> None:
-        """None: not requested."""
-        if logprobs is not None and tuple(logprobs) != self._logprobs_of(number):
+    def prompt(self, number: int, logprobs: Sequence[Logprobs]) -> None:
+        if tuple(logprobs) != self._logprobs_of(number):
             raise Violation(f"tokens: request {number} got other log-probabilities of its prompt: {logprobs}")
 
     def _logprobs_of(self, number: int) -> tuple[Logprobs, ...]:
@@ -93,13 +88,16 @@ class Ledger:
         account.cancelled = True
         return not account.ended
 
-    def finished(self, number: int) -> None:
+    def finished(self, number: int, usage: inference_pb2.Usage) -> None:
         account = self._open(number, "finished")
         account.ended = "finished"
         self._world.note("client", f"{number} finished {account.got}")
         if tuple(tuple(choice) for choice in account.got) != account.expected:
             raise Violation(f"tokens: request {number} finished with tokens missing")
-        if account.text != [_shown(choice, account.spec.stop) for choice in account.expected]:
+        counted, received = usage.output_tokens, sum(map(len, account.expected))
+        if counted != received or usage.prompt_tokens != len(account.spec.prompt):
+            raise Violation(f"count: request {number} has {received} tokens, and is told of {counted}")
+        if account.text != [_shown(choice, account.spec) for choice in account.expected]:
             raise Violation(f"tokens: request {number} finished with another text: {account.text}")
 
     def failed(self, number: int, code: str, reason: str, message: str) -> None:
@@ -129,6 +127,8 @@ class Ledger:
             return account.cancelled
         if code == "DEADLINE_EXCEEDED":
             return now >= spec.at + spec.timeout - 0.001 and not spec.probe
+        if reason == "SLOW_READER" and not spec.rests:
+            return any(fault.kind == "stall" and fault.at <= now for fault in self._scenario.faults)
         if code == "RESOURCE_EXHAUSTED":
             return (
                 not spec.probe
@@ -170,88 +170,8 @@ def _until_stop(tokens: tuple[int, ...], stop: Sequence[str]) -> tuple[int, ...]
     return tokens
 
 
-def _shown(tokens: Sequence[int], stop: Sequence[str]) -> str:
-    """The text of the tokens up to the first stop string."""
-    text = text_of(tokens)
+def _shown(tokens: Sequence[int], spec: RequestSpec) -> str:
+    """The text of the tokens up to the first stop string, or the token that stopped them."""
+    stop, ended = spec.stop, tokens[-1] in spec.params.stop_token_ids
+    text = text_of(tokens[:-1] if ended else tokens)
     return text[: min((text.find(string) for string in stop if string in text), default=len(text))]
-
-
-EVERY_SECONDS = 0.5
-TOLERATED_SECONDS = 4.0
-"""How long a difference may last without an excuse. A pull that was stopped may take
-LATEST_FIRST_LOOK_SECONDS to see that."""
-
-
-class Audit:
-    def __init__(self, world: World, network: Network, processes: Mapping[str, SimProcess]) -> None:
-        self._world = world
-        self._network = network
-        self._processes = processes
-        self._actor = Actor("audit")
-        self._seen: dict[tuple[object, ...], int] = {}
-        self._again()
-
-    def _again(self) -> None:
-        self._world.at(EVERY_SECONDS, self._actor, self._look)
-
-    def _look(self) -> None:
-        wrong = dict((*self._waits(), *self._leaks(), *self._overdue(), *self._pulls()))
-        self._seen = {what: self._seen.get(what, 0) + 1 for what in wrong}
-        for what, count in self._seen.items():
-            if count * EVERY_SECONDS > TOLERATED_SECONDS:
-                raise Violation(wrong[what])
-        self._again()
-
-    def _of(self, kind: type[SimDecode] | type[SimPrefill]) -> Iterator[SimProcess]:
-        return (process for process in self._processes.values() if isinstance(process, kind))
-
-    def _healthy(self, a: SimProcess, b: SimProcess) -> bool:
-        now = self._world.now
-        stalled = any(actor.stalled_until > now for p in (a, b) for actor in (p.loop, p.step_thread))
-        stalled |= any(p.hangs_until > now for p in (a, b) if isinstance(p, Worker))
-        return not (stalled or self._network.is_cut(a.name, b.name) or self._network.is_slow(a.name, b.name))
-
-    def _waits(self) -> Iterator[tuple[tuple[object, ...], str]]:
-        for decode in self._of(SimDecode):
-            assert isinstance(decode, SimDecode)
-            for name, address, _ in decode.core.handoffs.under_way():
-                peer = decode.partner(address)
-                if peer is not None and not peer.side.knows(name) and self._healthy(decode, peer):
-                    text = f"{decode.who} waits for {name} at {peer.who}, which knows nothing of it"
-                    yield ("waits", decode.who, peer.who, name), f"silence: {text}"
-
-    def _leaks(self) -> Iterator[tuple[tuple[object, ...], str]]:
-        for prefill in self._of(SimPrefill):
-            assert isinstance(prefill, SimPrefill)
-            for name, decode in prefill.under_way():
-                unwanted = isinstance(decode, SimDecode) and not decode.core.handoffs.knows(name)
-                if isinstance(decode, SimDecode) and unwanted and self._healthy(decode, prefill):
-                    text = f"{prefill.who} holds {name} for {decode.who}, which knows nothing of it"
-                    yield ("holds", decode.who, prefill.who, name), f"leak: {text}"
-
-    def _overdue(self) -> Iterator[tuple[tuple[object, ...], str]]:
-        """Each node keeps the time limits of what it holds, whatever its peers say."""
-        for prefill in self._of(SimPrefill):
-            assert isinstance(prefill, SimPrefill)
-            side, grace = prefill.core.side, prefill.config.lease_grace_seconds
-            for name, attempt in side._attempts.items():
-                limit = min(attempt.request.deadline, side._heard[attempt.holder] + grace)
-                if limit < prefill.clock() and self._healthy(prefill, prefill):
-                    text = f"{prefill.who} holds {name} beyond its deadline or its lease"
-                    yield ("overdue", prefill.who, name), f"leak: {text}"
-        for decode in self._of(SimDecode):
-            assert isinstance(decode, SimDecode)
-            for key, state in decode.core.unfinished.items():
-                if state.request.deadline < decode.clock() and self._healthy(decode, decode):
-                    text = f"{decode.who} runs request {key.request} beyond its deadline"
-                    yield ("overdue", decode.who, key), f"leak: {text}"
-
-    def _pulls(self) -> Iterator[tuple[tuple[object, ...], str]]:
-        for decode in self._of(SimDecode):
-            assert isinstance(decode, SimDecode)
-            awaited = {pull for _, _, pull in decode.core.handoffs.under_way()}
-            for number in decode.pulls_before_their_step():
-                copies = decode.copy_thread.stalled_until <= self._world.now
-                if number not in awaited and copies and self._healthy(decode, decode):
-                    text = f"pull {number} of {decode.who} waits for its step, and nobody for its pages"
-                    yield ("pulls", decode.who, number), f"leak: {text}"

@@ -9,7 +9,8 @@ from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.handoff.messages import AttemptName, CancelPrefill, ReleaseLease, StartPrefill
 from baton.kvcache import BlockTable
-from baton.sim.checks import Audit, Ledger
+from baton.sim.audit import Audit
+from baton.sim.checks import Ledger
 from baton.sim.decode import SimDecode
 from baton.sim.faults import Fault
 from baton.sim.gateway import SimGateway

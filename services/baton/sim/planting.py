@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,3 +37,23 @@ class Bug:
 
 def _bound(wrong: Wrong, original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **named: wrong(original, *arguments, **named)
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(
+    name: str, text: str, within: int, owner: type, method: str, *others: PlantedChange, seed: int = 0
+) -> Callable[[Wrong], Wrong]:
+    """Registers what it decorates as the bug's first change."""
+
+    def register(wrong: Wrong) -> Wrong:
+        BUGS[name] = Bug(name, text, within, seed, ((owner, method, wrong), *others))
+        return wrong
+
+    return register
+
+
+def planted(name: str) -> AbstractContextManager[None]:
+    """Plants the named bug; an empty name plants none. Raises KeyError for an unknown name."""
+    return BUGS[name].planted() if name else nullcontext()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.sampling_params import SamplingParams
@@ -42,6 +42,8 @@ class RequestSpec:
     namespace: str = ""
     resume: bool = True
     """The client prefers a resume to an error."""
+    rests: float = 0.0
+    """Seconds that the client reads nothing once there is output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class GatewaySettings:
     wait: float
     """Seconds that a request waits for a decode node."""
     silence: float
+    routing: Literal["cache", "least-loaded", "round-robin"] = "least-loaded"
+    max_unread: int = 2048
+    """Tokens that a client has not read, with which its request pauses."""
+    slow_reader: float = 30.0
+    """Seconds of a pause after which the request fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,15 @@ def make_scenario(seed: int) -> Scenario:
         _request(rng, len(requests) + i, scenario.calm + i * 0.05, gateways, room, [], probe=True)
         for i in range(len(decode))
     )
-    return replace(scenario, requests=(*requests, *probes))
+    readers = random.Random(f"readers {seed}")
+    rested = tuple(replace(r, rests=_rests(readers, r)) for r in (*requests, *probes))
+    return replace(scenario, requests=rested)
+
+
+def _rests(rng: random.Random, spec: RequestSpec) -> float:
+    """Every third client stops reading for a while, but for a moment only where its request is to finish."""
+    seconds = rng.choice((0.0, 0.0, rng.uniform(0.1, 2.0)))
+    return min(seconds, 0.1) if spec.probe else seconds
 
 
 def _windows(rng: random.Random) -> Windows:
@@ -159,6 +174,9 @@ def _gateway(rng: random.Random) -> GatewaySettings:
         max_resumes=rng.choice((1, 8, 8, 8)),
         wait=rng.choice((1.0, 30.0)),
         silence=rng.choice((1.0, 2.0, 4.0)),
+        routing=rng.choice(("least-loaded", "least-loaded", "cache", "round-robin")),
+        max_unread=rng.choice((1, 3, 2048)),
+        slow_reader=rng.choice((0.5, 30.0, 30.0)),
     )
 
 

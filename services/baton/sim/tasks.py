@@ -34,18 +34,27 @@ class Task:
         self._actor = actor
         self._work = work
         self._awaited: Future | None = None
+        self._cancelled = False
         world.at(0.0, actor, self._go_on)
 
+    def __del__(self) -> None:
+        self._work.close()  # it has not begun if its actor has died
+
     def cancel(self) -> None:
-        """Raises CancelledError in the coroutine, where it waits."""
+        """Raises CancelledError in the coroutine, where it waits or is about to begin or go on."""
         awaited, self._awaited = self._awaited, None
+        self._cancelled = True
         if awaited is not None:
             awaited._waiting = None
-            self._world.at(0.0, self._actor, lambda: self._go_on(asyncio.CancelledError()))
+            self._world.at(0.0, self._actor, self._go_on)
 
-    def _go_on(self, error: BaseException | None = None) -> None:
+    def _go_on(self) -> None:
         try:
-            awaited = self._work.throw(error) if error is not None else self._work.send(None)
+            if self._cancelled:
+                self._cancelled = False
+                awaited = self._work.throw(asyncio.CancelledError())
+            else:
+                awaited = self._work.send(None)
         except (StopIteration, asyncio.CancelledError):
             return
         self._awaited = awaited

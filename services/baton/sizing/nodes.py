@@ -22,7 +22,7 @@ from baton.sizing.profile import Profile
 from baton.step_cost import CostCalibration
 from baton.tracing.recorder import Recorder
 from baton.transport.base import ignore_time
-from baton.v1 import cache_pb2, common_pb2, decode_pb2, node_pb2, prefill_pb2
+from baton.v1 import cache_pb2, common_pb2, node_pb2
 from baton.worker.decode.core import DecodeCore
 from baton.worker.decode.peers import PrefillPeer, PrefillPeers
 from baton.worker.decode.shell import DecodeShell
@@ -153,27 +153,40 @@ class SizingPrefill(PrefillShell, SizingNode[PrefillCore]):
 
 
 class DirectLink:
-    """A connection that never breaks: each message takes as long as any other."""
+    """A connection that never breaks: each message takes `hop` seconds. The callbacks are rpc.link.Link's."""
 
-    connected, last_error = True, None
+    last_error = None
 
-    def __init__(self, node: SizingDecode, server: SizingPrefill, peer: PrefillPeer) -> None:
-        self._node = node
-        self._hop = node.profile.host.hop
-        self._server = server
-        self._peer = peer
-        self._stream: VirtualPrefillStream
+    def __init__(
+        self,
+        world: World,
+        client: Actor,
+        server: SizingPrefill | SizingDecode,
+        hop: float,
+        hello: Callable[[], Any],
+        on_message: Callable[[Any], None],
+        on_up: Callable[[Any], None],
+    ) -> None:
+        self.connected = False
+        self._world = world
+        self._client = client
+        self._server: Any = server
+        self._hop = hop
+        self._hello = hello
+        self._on_message = on_message
+        self._on_up = on_up
 
     def start(self) -> None:
         server = self._server
-        self._stream = server.open(self._peer.hello().hello)  # type: ignore[assignment]
-        self._stream.attach(server.world, server.actor, self._write)
-        self._peer.welcomed(server.welcome()[0])
+        self._stream = server.open(self._hello().hello)
+        self._stream.attach(self._world, server.actor, self._write)
+        self.connected = True
+        self._on_up(server.welcome()[0])
 
-    def _write(self, message: prefill_pb2.PrefillResponse) -> None:
-        self._node.after(self._hop, lambda: self._peer.received(message))
+    def _write(self, message: Any) -> None:
+        self._world.at(self._hop, self._client, lambda: self._on_message(message))
 
-    def send(self, request: prefill_pb2.PrefillRequest) -> bool:
+    def send(self, request: Any) -> bool:
         self._server.after(self._hop, lambda: self._server.handle_command(request, self._stream))
         return True
 
@@ -219,9 +232,7 @@ class SizingDecode(DecodeShell, SizingNode[DecodeCore]):
         name: str,
         setup: NodeSetup,
         prefill: Mapping[str, SizingPrefill],
-        deliver: Callable[[decode_pb2.StepEvents], None],
     ) -> None:
-        """deliver: called with each message to the gateway as it leaves."""
         super().__init__(world, name, setup.profile, setup.decode)
         self._prefill = prefill
         self.link_free = 0.0
@@ -229,18 +240,13 @@ class SizingDecode(DecodeShell, SizingNode[DecodeCore]):
         self.peers = PrefillPeers(self, self.config)
         for address in prefill:
             self.peers.connect(address)
-        self._gateway = self.make_stream(1)
-        self._gateway.attach(world, self.actor, deliver)
 
     def make_stream(self, incarnation: int) -> VirtualDecodeStream:
         return VirtualDecodeStream(incarnation, self.config.message_seconds)
 
     def make_link(self, address: str, peer: PrefillPeer) -> DirectLink:
-        return DirectLink(self, self._prefill[address], peer)
+        hop, server = self.profile.host.hop, self._prefill[address]
+        return DirectLink(self.world, self.actor, server, hop, peer.hello, peer.received, peer.welcomed)
 
     async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> VirtualReceiver:
         return VirtualReceiver(self, self._prefill[address])
-
-    def start(self, start: decode_pb2.DecodeStart) -> None:
-        """A request of the gateway has arrived."""
-        self.handle_command(decode_pb2.GenerateCommand(start=start), self._gateway)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.gateway.request import GatewayRequest
 from baton.rpc.errors import from_status
 from baton.sim.world import Actor, World
 from baton.sizing.gateway import SizingGateway
 from baton.sizing.nodes import NodeSetup, SizingDecode, SizingPrefill
 from baton.sizing.traffic import Traffic
 from baton.slo import RequestTimes, Targets
-from baton.v1 import common_pb2, decode_pb2
+from baton.v1 import common_pb2, inference_pb2
 
 SimulationProgress = Callable[[int], None]
 """Called with the number of ended requests."""
@@ -84,11 +85,11 @@ class Simulation:
             for name in (f"prefill-{i}" for i in range(layout.prefill))
         }
         self._decode = {
-            name: SizingDecode(self._world, name, setup, self._prefill, self._deliver)
+            name: SizingDecode(self._world, name, setup, self._prefill)
             for name in (f"decode-{i}" for i in range(layout.decode))
         }
         self._records = [RequestTimes(arrival.at, arrival.at) for arrival in traffic.arrivals]
-        self._gateway = SizingGateway(self._world, setup.routing, layout.split, self._prefill, self._decode)
+        self._gateway = SizingGateway(self._world, setup, layout.split, self._prefill, self._decode)
         self._left = traffic.last - traffic.first
         self._ended = 0
         self._busy: dict[str, float] = {}
@@ -126,32 +127,30 @@ class Simulation:
         common = min(self._traffic.shared_prefix, arrival.prompt)
         # Two requests share the prefix and nothing beyond it.
         prompt = (0,) * common + (number + 1,) * (arrival.prompt - common)
-        route = self._gateway.route(number, prompt)
-        sampling = common_pb2.SamplingParams(max_tokens=arrival.output, ignore_eos=True)
-        start = decode_pb2.DecodeStart(
-            request=number, token_ids=prompt, sampling=sampling, prefill=route.prefill
-        )
-        if route.local_tokens is not None:
-            start.local_prefill_tokens = route.local_tokens
-        self._decode[route.decode].start(start)
+        start = inference_pb2.GenerateStart(sampling=common_pb2.SamplingParams(ignore_eos=True))
+        start.sampling.max_tokens = arrival.output
+        start.tokens.token_ids.extend(prompt)
+        request: GatewayRequest | None = None
 
-    def _deliver(self, message: decode_pb2.StepEvents) -> None:
-        now = self._world.now
-        tokens: dict[int, int] = {}
-        for delta in message.tokens:
-            tokens[delta.request] = tokens.get(delta.request, 0) + len(delta.token_ids)
-        for number, count in tokens.items():
-            if not self._records[number].arrivals:
-                self._gateway.computed(number)
-            self._records[number].arrivals.append((now, count))
-        for event in message.events:
-            if event.WhichOneof("kind") in ("finished", "failed"):
-                self._end(event, now)
+        def read() -> None:
+            if request is not None:
+                self._read(number, request)
 
-    def _end(self, event: decode_pb2.DecodeEvent, now: float) -> None:
-        number = event.request
+        request = self._gateway.ask(start, read)
+        read()  # it may have been refused
+
+    def _read(self, number: int, request: GatewayRequest) -> None:
+        record, now = self._records[number], self._world.now
+        for event in request.take():
+            kind = event.WhichOneof("kind")
+            if kind == "delta":
+                record.arrivals.append((now, len(event.delta.token_ids)))
+            elif kind != "accepted":
+                self._end(number, event)
+
+    def _end(self, number: int, event: inference_pb2.GenerateResponse) -> None:
         record = self._records[number]
-        record.end = now
+        record.end = self._world.now
         if event.HasField("failed"):
             error = from_status(event.failed)
             record.error, record.message = error.reason, error.message
@@ -160,7 +159,6 @@ class Simulation:
             record.prompt_tokens, record.cached_tokens = stats.prompt_tokens, stats.cached_tokens
             record.output_tokens, record.pulled_pages = stats.output_tokens, stats.pulled_pages
             record.retractions, record.transport = stats.retractions, stats.transport
-        self._gateway.ended(number)
         self._left -= self._traffic.first <= number < self._traffic.last
         self._ended += 1
         if self._ended % PROGRESS_EVERY == 0:

@@ -126,7 +126,7 @@ class Processes:
 
     async def _watch(self, process: WatchedProcess) -> None:
         """One stream to its end. Raises AioRpcError or TimeoutError."""
-        async with self._gateway.nodes.dial(process.address) as channel:
+        async with self._gateway.dial(process.address) as channel:
             workers = len(self._gateway.nodes.prefill) + len(self._gateway.nodes.decode)
             request = node_pb2.WatchNodeRequest(interval_ms=INTERVAL_MS, max_cells=max_cells(workers))
             call = node_pb2_grpc.NodeStub(channel).Watch(request)
