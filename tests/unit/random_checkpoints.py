@@ -284,7 +284,8 @@ class Driver:
         self.model = load_model(path, dtype, **options)
         layout = kv_layout(self.model, page_size, self.model.config.context_length)
         num_pages *= len(layout.groups)
-        heads = self.model.shard.kv_heads(layout.num_kv_heads)
+        shard = self.model.shard
+        heads = shard.kv_heads(layout.num_kv_heads) if shard.size > 1 else None
         self.pool = PagePool(layout, num_pages, storage=storage, heads=heads)
         self.pool.raw.view(layout.dtype).fill_(math.nan)  # memory that nothing may read before it is written
         features = frozenset[str]().union(*(options.features for options in self.model.attention_options))
