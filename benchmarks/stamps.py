@@ -19,19 +19,19 @@ from typing import Any
 from baton.cli.main import main
 from baton.engine.batch import Step
 from baton.engine.step_loop import StepPipeline
-from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import FirstSampled
 from baton.worker import engine
 from baton.worker.decode import peers
 from baton.worker.decode.peers import PullTask
 from baton.worker.prefill import shell
+from baton.worker.prefill.core import PrefillCore
 
 EVENTS = ("read", "sent", "received", "pull", "pulled", "launching", "launched")
 """read, sent: a prefill node has read the results of a prompt's last chunk; its first token is in a message.
 received, pull, pulled, launching, launched: a decode node has received that message; its last pull begins to
 copy, has ended; the first decode step with the request is planned, is launched."""
 
-_commit = PrefillSide.commit
+_commit = PrefillCore.commit
 _events = shell._events
 _events_from = peers.events_from
 _copied = PullTask._copied
@@ -45,9 +45,9 @@ def stamped(file: int) -> None:
     def stamp(what: str, now: float | None = None) -> None:
         os.write(file, f"{what} {time.monotonic() if now is None else now!r}\n".encode())
 
-    def commit(self: PrefillSide, step: Step, result: Any, now: float) -> None:
+    def commit(self: PrefillCore, step: Step, result: Any, now: float) -> None:
         _commit(self, step, result, now)
-        if any(isinstance(output, FirstSampled) for _, output in self.outputs):
+        if any(isinstance(output, FirstSampled) for _, output in self.leases.outputs):
             stamp("read", now)
 
     def events(output: Any, chunk_groups: bool) -> Iterator[Any]:
@@ -77,7 +77,7 @@ def stamped(file: int) -> None:
             stamp("launched")
         return launched
 
-    PrefillSide.commit = commit  # type: ignore[method-assign]
+    PrefillCore.commit = commit  # type: ignore[method-assign]
     shell._events = events
     peers.events_from = events_from  # type: ignore[attr-defined]
     PullTask._copied = copied  # type: ignore[method-assign]

@@ -44,7 +44,7 @@ from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import StepPipeline
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.grammar.llguidance import LlguidanceMatcher
-from baton.worker.decode.core import make_core
+from baton.worker.decode.core import DecodeCore
 from baton.worker.decode.types import Key
 from baton.worker.engine import build_engine
 
@@ -125,6 +125,16 @@ class Round:
         self.process += other.process
 
 
+class Shell:
+    """Of a core whose outputs nobody wants."""
+
+    def send(self, step: int, outputs: object, effects: object) -> None: ...
+
+    def retire(self, step: int) -> None: ...
+
+    def observe(self) -> None: ...
+
+
 class Engine:
     def __init__(self, model: str, load_format: str, device: str, tokens: int) -> None:
         config = DecodeConfig(
@@ -139,7 +149,7 @@ class Engine:
         self.engine = build_engine(config, 1)
         info = self.engine.model_info
         limits = SchedulerConfig(info.context_length, self.engine.config.token_budget, ROWS)
-        self.core = make_core(self.engine.config, limits, self.engine.cache, lambda *_: None)
+        self.core = DecodeCore(self.engine.cache, limits, config, Shell())
         self.pipeline = StepPipeline(self.core, self.engine.runner, self.engine.overlap, time.monotonic)
         self.tokens, self.number = tokens, 0
         assert self.engine.grammars is not None

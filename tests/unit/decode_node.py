@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from core_shell import Shell
 from hash_runner import HashRunner
 
 from baton.config import DecodeConfig
@@ -52,7 +53,7 @@ class Node:
             cache,
             config,
             DecodeConfig(fallback_tokens=64, handoff_seconds=silence, pull_seconds=10.0),
-            lambda step, outputs, effects: self.outputs.extend(output for _, output in outputs),
+            Shell(lambda step, outputs, effects: self.outputs.extend(output for _, output in outputs)),
         )
         self.pipeline = StepPipeline(self.core, self.runner, False, lambda: self.now)
 

@@ -16,7 +16,7 @@ from baton.worker.decode.server import DecodeNode
 )
 def test_an_overdue_pull_stops_serving_only_where_no_other_prefill_node_is_left(monkeypatch, usable, stops):
     node = DecodeNode(DecodeConfig())
-    node.core_or_none = SimpleNamespace(handoffs=SimpleNamespace(overdue=["a:1"]))
+    node.core_or_none = SimpleNamespace(fetches=SimpleNamespace(pulls=SimpleNamespace(overdue=["a:1"])))
     monkeypatch.setattr(node, "stuck", lambda: False)
     monkeypatch.setattr(node, "steps", SimpleNamespace(broken=""), raising=False)
     monkeypatch.setattr(node, "peers", SimpleNamespace(usable=usable, lost=list))
@@ -27,7 +27,7 @@ def test_an_overdue_pull_stops_serving_only_where_no_other_prefill_node_is_left(
 
 def test_nothing_is_wrong_where_no_pull_is_overdue(monkeypatch):
     node = DecodeNode(DecodeConfig())
-    node.core_or_none = SimpleNamespace(handoffs=SimpleNamespace(overdue=[]))
+    node.core_or_none = SimpleNamespace(fetches=SimpleNamespace(pulls=SimpleNamespace(overdue=[])))
     monkeypatch.setattr(node, "stuck", lambda: False)
     monkeypatch.setattr(node, "steps", SimpleNamespace(broken=""), raising=False)
     assert list(node.problems(node_pb2.Load())) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from core_shell import Shell
 from decode_node import PAGES, SIZE, Node, Runner
 from test_attempts import A, B, attempts, placed
 
@@ -23,7 +24,7 @@ from baton.handoff.messages import (
 )
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.rpc.errors import BatonError, unavailable
-from baton.worker.decode.prompt_routing import CANCEL_SECONDS
+from baton.worker.decode.remote_prefill import CANCEL_SECONDS
 from baton.worker.decode.types import MAX_FAILED_STEPS, DoneOutput, FailedOutput, Key, Peer
 from baton.worker.prefill.core import PrefillCore
 
@@ -50,14 +51,14 @@ def test_who_was_in_a_failed_step_goes_on_elsewhere_once():
 
 
 def test_prompts_of_a_failed_step_are_handed_back():
-    outputs, retired = [], []
+    outputs = []
+    shell = Shell(lambda step, by_holder, effects: outputs.extend(by_holder["holder"]))
     core = PrefillCore(
         KvCacheManager(PageAllocator(PAGES), PrefixTree(SIZE)),
         SchedulerConfig(context_length=512, token_budget=64, max_rows=8),
         lease_grace=9.0,
         max_leased_pages=PAGES,
-        flush_to=lambda by_holder: outputs.extend(by_holder["holder"]),
-        retire=retired.append,
+        shell=shell,
     )
     runner = Runner()
     runner.fail = [RuntimeError("no answer")]
@@ -65,7 +66,7 @@ def test_prompts_of_a_failed_step_are_handed_back():
 
     def compute(number):
         name = AttemptName(7, number, 0, 0)
-        core.side.start("holder", name, EngineRequest(name, tuple(range(10)), SamplingParams()), True, 1.0)
+        core.start("holder", name, EngineRequest(name, tuple(range(10)), SamplingParams()), True, 1.0)
         for _ in range(3):
             if (due := pipeline.begin()) is not None:
                 pipeline.finish(due)
@@ -73,10 +74,10 @@ def test_prompts_of_a_failed_step_are_handed_back():
     compute(1)
     assert [(output.code, output.reason) for output in outputs] == [("UNAVAILABLE", "STEP_FAILED")]
     assert core.step_stats.limit(1.0) == 1.0, "no step is in flight"
-    assert not retired, "pulls that wait for the step would begin"
+    assert not shell.retired, "pulls that wait for the step would begin"
     core.cache.check(idle=True)
     compute(2)
-    assert retired == [2] and isinstance(outputs[-1], FirstSampled | ChunkAnnounced)
+    assert shell.retired == [2] and isinstance(outputs[-1], FirstSampled | ChunkAnnounced)
 
 
 def test_requests_that_may_have_made_a_step_fail_are_computed_one_at_a_time():
@@ -116,7 +117,7 @@ class HandedOff:
     def __init__(self, local_tokens=0, up="pq"):
         self.node, self.asked, self.cancelled = Node(), [], []
         self.core = self.node.core
-        self.core.flush_to = self.flushed
+        self.core.shell = Shell(self.flushed)
         for address in "pq":
             self.set(address, address in up)
         self.request = EngineRequest(Key("caller", 1), tuple(range(8)), SamplingParams(max_tokens=9))
@@ -169,7 +170,7 @@ def test_a_prompt_stays_where_a_step_with_it_may_be_in_flight(answer):
         case.fail("q", 1, "CANCELLED", "CANCELLED")
     case.node.run(1)
     assert case.addresses == "qq" and case.core.scheduler.running, "here"
-    assert not case.core.routing.given_up
+    assert not case.core.handoffs.given_up
 
 
 @pytest.mark.parametrize("answer", ["NODE_FAILED", "CANCELLED", "down", "none"])
@@ -177,10 +178,10 @@ def test_a_prompt_waits_for_a_node_that_may_have_it_in_a_step(answer):
     """Pages could not be pulled while the prompt was still being computed."""
     case = HandedOff()
     case.core.receive("p", [ChunkAnnounced(case.asked[0][1], (GroupPages(0, (30,), (1,)),), False)], 0.0)
-    ((_, _, pull),) = case.core.handoffs.under_way()
-    case.core.handoffs.pull_ended(pull, "no route", None, 0.0)
+    (fetch,) = case.core.fetches.running.values()
+    case.core.fetches.pull_ended(fetch.pull, "no route", None, 0.0)
     case.node.run(3)
-    assert case.addresses == "p" and not case.core.handoffs.active, "the answer is awaited"
+    assert case.addresses == "p" and not case.core.fetches.running, "the answer is awaited"
     if answer == "down":
         case.set("p", False)
     elif answer == "none":
@@ -230,9 +231,9 @@ def test_a_node_that_was_not_connected_when_another_was_chosen_has_not_been_trie
 def test_an_ended_request_awaits_no_answer():
     case = HandedOff()
     case.retract()
-    assert case.core.routing.given_up
+    assert case.core.handoffs.given_up
     case.core.cancel(case.request.key)
-    assert not case.core.routing.given_up
+    assert not case.core.handoffs.given_up
     case.fail("p", 0)
 
 
@@ -252,9 +253,9 @@ def test_a_prompt_is_handed_off_when_no_step_with_it_is_in_flight_here(waits):
 def test_heartbeats_are_more_frequent_than_silence_and_a_leases_grace_are_long(silence, grace):
     node = Node(silence=silence)
     core, beats = node.core, []
-    core.handoffs.shorten_beat(grace)
-    core.flush_to = lambda step, outputs, effects: beats.extend(
-        node.now for each in effects if isinstance(each, Beat)
+    core.fetches.shorten_beat(grace)
+    core.shell = Shell(
+        lambda step, outputs, effects: beats.extend(node.now for each in effects if isinstance(each, Beat))
     )
     core.peer_changed("p", Peer(True, 0.0, "shm"), "")
     request = EngineRequest(Key("caller", 1), tuple(range(8)), SamplingParams())

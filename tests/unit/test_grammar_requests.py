@@ -1,18 +1,19 @@
 """A request with a grammar waits until it is compiled; nobody else does, and every end is the usual one."""
 
+from core_shell import Shell
 from decode_node import Node
 
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
+from baton.engine.scheduler import PromptRoute, SchedulerConfig
 from baton.grammar.base import GrammarBusy, GrammarError, GrammarSpec
-from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import AttemptName, PrefillFailed
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.rpc.validate import check_sampling
 from baton.worker.convert import sampling_from
 from baton.worker.decode.messages import sampling_to
 from baton.worker.decode.types import DoneOutput, FailedOutput, Key, Peer
+from baton.worker.prefill.core import PrefillCore
 
 SPEC = GrammarSpec("regex", "a+")
 
@@ -115,27 +116,24 @@ def test_prefill_nodes_that_would_ignore_it_are_passed_over():
 
 def test_a_prefill_node_waits_likewise():
     cache = KvCacheManager(PageAllocator(40), PrefixTree(4))
-    side = PrefillSide(
-        Scheduler(cache, SchedulerConfig(context_length=64, token_budget=32, max_rows=4, prompt_only=True)),
-        lease_grace=10.0,
-        max_leased_pages=40,
-    )
+    config = SchedulerConfig(context_length=64, token_budget=32, max_rows=4)
+    core = PrefillCore(cache, config, 10.0, 40, Shell())
     names = [AttemptName(1, number, 0, 0) for number in range(3)]
     requests = [EngineRequest(name, (1, 2, 3), SamplingParams(grammar=SPEC)) for name in names]
-    side.connect("holder", 0.0)
+    core.leases.connect("holder", 0.0)
     for name, request in zip(names, requests, strict=True):
-        side.start("holder", name, request, True, 0.0)
+        core.start("holder", name, request, True, 0.0)
     # The lease that would be revoked for a prompt that waits: not for one that waits for its grammar.
     for now in (0.0, 3.0, 6.0):
-        side.tick(now)
-    assert side.plan(0.0) is None
-    side.compiled(names[0], requests[0], Anything())
-    side.compiled(names[1], requests[1], GrammarError("no"))
-    side.cancel("holder", names[2])
-    side.compiled(names[2], requests[2], Anything())
-    step = side.plan(0.0)
+        core.tick(now)
+    assert core.plan(0.0) is None
+    core.compiled(names[0], requests[0], Anything())
+    core.compiled(names[1], requests[1], GrammarError("no"))
+    core.cancel("holder", names[2])
+    core.compiled(names[2], requests[2], Anything())
+    step = core.plan(0.0)
     assert [record.sequence.request for record in step.records] == [requests[0]]
-    failed = [output for _, output in side.outputs if isinstance(output, PrefillFailed)]
+    failed = [output for _, output in core.leases.outputs if isinstance(output, PrefillFailed)]
     assert [(f.name, f.reason) for f in failed] == [
         (names[1], "INVALID_GRAMMAR"),
         (names[2], "CANCELLED"),

@@ -1,4 +1,4 @@
-"""Both sides of the hand-off, real code, over a simulated wire that delays, reorders and breaks.
+"""Both cores of the hand-off, real code, over a simulated wire that delays, reorders and breaks.
 
 Prefill nodes and one decode node run the hash model of hash_runner: a page that is stale, foreign or not yet
 written changes the output. Order is kept within a stream and random between streams, as on a network.
@@ -12,6 +12,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import replace
 
 import pytest
+from core_shell import Shell
 from hash_runner import HashRunner, reference
 
 from baton.config import DecodeConfig
@@ -20,8 +21,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.grammar.base import GrammarError
 from baton.handoff import messages
-from baton.handoff.decode_handoff import MAX_REASONS, HandoffCounters
-from baton.handoff.lease import PrefillSide
+from baton.handoff.fetch import MAX_REASONS, FetchCounters
 from baton.handoff.messages import (
     Alive,
     AttemptName,
@@ -39,6 +39,7 @@ from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_map import PageUse
 from baton.worker.decode.core import DecodeCore
 from baton.worker.decode.types import DoneOutput, FailedOutput, Key, Peer, PromptOutput, TokensOutput
+from baton.worker.prefill.core import PrefillCore
 
 SIZE = 4
 PULL = 5.0
@@ -52,12 +53,14 @@ def make_scheduler(pages, **options):
     return Scheduler(cache, config, **hooks)
 
 
+def make_prefill(pages=40, grace=9.0, leased=30):
+    own = make_scheduler(pages)
+    return PrefillCore(own.cache, own.config, grace, leased, Shell())
+
+
 class PrefillNode:
     def __init__(self, address, pages, grace):
-        scheduler = make_scheduler(
-            pages, prompt_only=True, may_admit=lambda request: self.side.may_admit(request)
-        )
-        self.side = PrefillSide(scheduler, lease_grace=grace, max_leased_pages=int(pages * 0.8))
+        self.core = make_prefill(pages, grace, int(pages * 0.8))
         self.runner = HashRunner(pages, SIZE, 8)
         self.address = address
         self.inbox, self.outbox = deque(), deque()
@@ -68,33 +71,33 @@ class PrefillNode:
 
     def step(self, now):
         """Plans a step, or computes the one planned: anything may happen in between."""
-        self.side.tick(now)
+        self.core.tick(now)
         if self.planned is None:
-            self.planned = self.side.plan(now)
+            self.planned = self.core.plan(now)
         else:
             step, self.planned = self.planned, None
             result = self.runner.read(self.runner.launch(step.plan))
             self.retired = step.plan.number
-            self.side.commit(step, result, now)
+            self.core.commit(step, result, now)
         self.flush()
 
     def flush(self):
-        outputs, self.side.outputs = self.side.outputs, []
+        outputs, self.core.leases.outputs = self.core.leases.outputs, []
         self.outbox.extend(output for _, output in outputs)
         self.said.extend(output for _, output in outputs)
 
     def check_counters(self):
         """Each attempt has ended once."""
-        counters, said = self.side.counters, self.said
+        counters, prompts, said = self.core.leases.counters, self.core.counters, self.said
         reasons = Counter(output.reason for output in said if isinstance(output, PrefillFailed))
         firsts = [output for output in said if isinstance(output, FirstSampled)]
         assert counters.finished == sum(isinstance(output, LeaseFinished) for output in said)
         assert (counters.expired, counters.revoked) == (reasons["LEASE_EXPIRED"], reasons["LEASE_REVOKED"])
         ended = counters.finished + counters.failed + counters.cancelled + counters.expired + counters.revoked
         assert ended == len(self.asked)
-        assert counters.prompt_tokens == sum(map(len, self.asked))
-        assert counters.output_tokens == sum(len(output.tokens) for output in firsts)
-        assert counters.cached_tokens >= sum(output.cached_tokens for output in firsts)
+        assert prompts.prompt_tokens == sum(map(len, self.asked))
+        assert prompts.output_tokens == sum(len(output.tokens) for output in firsts)
+        assert prompts.cached_tokens >= sum(output.cached_tokens for output in firsts)
 
 
 class World:
@@ -119,7 +122,7 @@ class World:
             local_prefill_tokens=local, fallback_tokens=1000, handoff_seconds=silence, pull_seconds=PULL
         )
         own = make_scheduler(decode_pages, output_margin=4, watermark=1)
-        self.core = DecodeCore(own.cache, own.config, config, self.flushed)
+        self.core = DecodeCore(own.cache, own.config, config, Shell(self.flushed))
         self.runner = HashRunner(decode_pages, SIZE, 8)
         self.pulls = []
         self.pressed = []
@@ -133,7 +136,7 @@ class World:
     def connect(self, address):
         node = self.nodes[address]
         node.up = True
-        node.side.connect("d", self.now)
+        node.core.leases.connect("d", self.now)
         self.core.peer_changed(address, Peer(True, self.now, "shm"), "")
 
     def disconnect(self, address):
@@ -141,11 +144,11 @@ class World:
         node.up = False
         node.inbox.clear()
         node.outbox.clear()
-        node.side.disconnect("d")
-        node.side.outputs.clear()
+        node.core.disconnect("d")
+        node.core.leases.outputs.clear()
         for entry in [entry for entry in self.pulls if self.waits(entry) and entry[0].address == address]:
             self.pulls.remove(entry)
-            self.core.handoffs.pull_ended(entry[0].pull, "the receiver is closed", None, self.now)
+            self.core.fetches.pull_ended(entry[0].pull, "the receiver is closed", None, self.now)
         self.core.peer_changed(address, Peer(False, self.now), "lost")
 
     def start(
@@ -192,7 +195,7 @@ class World:
                 self.nodes[effect.address].inbox.append(effect)
 
     def deliver(self, node):
-        effect, side = node.inbox.popleft(), node.side
+        effect, core = node.inbox.popleft(), node.core
         if isinstance(effect, StartPrefill):
             request = EngineRequest(
                 key=effect.name,
@@ -201,19 +204,19 @@ class World:
                 params=effect.params,
                 n=effect.n,
             )
-            side.start("d", effect.name, request, True, self.now, self.ahead)
-            node.asked.append(request.prompt if side.knows(effect.name) else ())
+            core.start("d", effect.name, request, True, self.now, self.ahead)
+            node.asked.append(request.prompt if effect.name in core.leases.running else ())
         elif isinstance(effect, CancelPrefill):
-            side.cancel("d", effect.name)
+            core.cancel("d", effect.name)
         elif isinstance(effect, ReleaseLease):
-            side.release("d", effect.name)
+            core.leases.release("d", effect.name)
         elif isinstance(effect, Beat):
-            side.heartbeat("d", self.now)
+            core.leases.heartbeat("d", self.now)
         node.flush()
 
     def receive(self, node):
         message = node.outbox.popleft()
-        self.core.handoffs.note_alive(node.address, self.now)
+        self.core.fetches.note_alive(node.address, self.now)
         if not isinstance(message, Alive):
             self.core.handoffs.receive(node.address, message, self.now)
 
@@ -226,7 +229,7 @@ class World:
         for entry in [entry for entry in self.pulls if entry[0].pull == stopped.pull]:
             if self.waits(entry):
                 self.pulls.remove(entry)
-                self.core.handoffs.pull_ended(stopped.pull, "interrupted", None, self.now)
+                self.core.fetches.pull_ended(stopped.pull, "interrupted", None, self.now)
 
     def pull(self, entry):
         """First call copies the bytes, second reads the generations: anything may happen in between."""
@@ -238,14 +241,14 @@ class World:
             entry[1] = True
             return
         self.pulls.remove(entry)
-        cache = node.side.scheduler.cache
+        cache = node.core.scheduler.cache
         generations = [cache.generation(source) for source, _ in effect.pairs] if self.visible else None
-        self.core.handoffs.pull_ended(effect.pull, None, generations, self.now)
+        self.core.fetches.pull_ended(effect.pull, None, generations, self.now)
 
     def decode_step(self):
         self.core.tick(self.now)
         step = self.core.plan(self.now)
-        if [type(effect) for effect in self.core.handoffs.effects] == [ReleaseLease]:
+        if [type(effect) for effect in self.core.fetches.effects] == [ReleaseLease]:
             self.pressed.append(self.core.pressing)
         self.core.flush(0)
         if step:
@@ -268,7 +271,7 @@ class World:
     @property
     def idle(self):
         nodes = self.nodes.values()
-        busy = any(n.inbox or n.outbox or n.planned or n.side.requests for n in nodes)
+        busy = any(n.inbox or n.outbox or n.planned or n.core.requests for n in nodes)
         return not (self.core.unfinished or self.pulls or busy)
 
     def run(self, limit=30000):
@@ -280,11 +283,11 @@ class World:
             raise AssertionError(f"no end: {self.core.unfinished}")
         self.decode_step()
         for node in self.nodes.values():
-            node.side.scheduler.cache.check(idle=True)
-            assert node.side.scheduler.reservations.total == node.side.scheduler.slots.in_use == 0
+            node.core.scheduler.cache.check(idle=True)
+            assert node.core.scheduler.reservations.total == node.core.scheduler.slots.in_use == 0
         self.core.scheduler.cache.check(idle=True)
         assert self.core.scheduler.reservations.total == self.core.scheduler.slots.in_use == 0
-        assert self.core.handoffs.active == self.core.handoffs.pulls == 0
+        assert len(self.core.fetches.running) == len(self.core.fetches.pulls) == 0
         self.check_counters()
         for node in self.nodes.values():
             node.check_counters()
@@ -344,10 +347,10 @@ def test_pages_on_lease_and_under_a_copy_are_told_apart():
     assert [page for page, use in enumerate(uses) if use == PageUse.PULLING] == sorted(
         target for _, target in effect.pairs
     )
-    assert set(node.side.leased_pages()) == {source for source, _ in effect.pairs}
+    assert set(node.core.leases.pages()) == {source for source, _ in effect.pairs}
     world.run()
     world.check(request)
-    assert not list(node.side.leased_pages())
+    assert not list(node.core.leases.pages())
     assert PageUse.PULLING not in world.core.page_uses()
 
 
@@ -393,21 +396,21 @@ def test_an_ended_request_is_not_left_to_the_garbage_collector(end, n, monkeypat
         return {id(each) for each in gc.get_objects() if type(each) is EngineRequest}
 
     world = World(random.Random(1))
-    sides = [node.side for node in world.nodes.values()]
+    cores = [node.core for node in world.nodes.values()]
     if end.startswith("failed"):
-        failing = DecodeCore if end == "failed" else PrefillSide
+        failing = DecodeCore if end == "failed" else PrefillCore
         commit = failing.commit
 
         def fail(core, step, *rest):
-            if core is sides[-1]:
+            if core is cores[-1]:
                 commit(core, step, *rest)
             else:
                 core.fail_step(step, "as the test says")
 
         monkeypatch.setattr(failing, "commit", fail)
     if end == "refused there":
-        for side in sides:
-            side.scheduler.config = replace(side.scheduler.config, max_waiting=0)
+        for core in cores:
+            core.scheduler.config = replace(core.scheduler.config, max_waiting=0)
     gc.collect()
     before = alive()
     gc.disable()
@@ -426,22 +429,22 @@ def test_an_ended_request_is_not_left_to_the_garbage_collector(end, n, monkeypat
         reasons = [getattr(terminal, "reason", None) for terminal in world.terminal.values()]
         assert reasons == ([] if end == "caller gone" else [ENDS[end]] * 5)
         assert world.core.counters.cancelled == (5 if end in ("cancelled", "caller gone") else 0)
-        assert sum(side.counters.failed for side in sides) >= (5 if "there" in end else 0)
+        assert sum(core.leases.counters.failed for core in cores) >= (5 if "there" in end else 0)
         assert alive() <= before
     finally:
         gc.enable()
 
 
 def test_nor_is_an_attempt_whose_name_is_in_use():
-    side = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    core = make_prefill()
     name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
     request = EngineRequest(key=name, prompt=tuple(range(9)), params=SamplingParams())
-    side.start("a", name, request, True, 0.0)
+    core.start("a", name, request, True, 0.0)
     again = EngineRequest(key=name, prompt=tuple(range(9)), params=SamplingParams())
-    side.start("b", name, again, True, 0.0)
-    assert [output.reason for _, output in side.outputs] == ["DUPLICATE_ATTEMPT"]
+    core.start("b", name, again, True, 0.0)
+    assert [output.reason for _, output in core.leases.outputs] == ["DUPLICATE_ATTEMPT"]
     assert not again.sequences, "they point back at it"
-    assert request.sequences and side.scheduler.requests == {name: request}
+    assert request.sequences and core.scheduler.requests == {name: request}
 
 
 @pytest.mark.parametrize(
@@ -496,7 +499,7 @@ def test_a_request_that_its_first_token_finishes_is_never_pulled(seed):
     for request in requests:
         world.check(request)
         assert world.terminal[request.key.request].stats.pulled_pages == 0
-    assert world.core.handoffs._pulls.begun == 0, "a pull was begun"
+    assert world.core.fetches.pulls.begun == 0, "a pull was begun"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -508,20 +511,20 @@ def test_a_stop_token_that_comes_first_begins_no_pull(seed):
     world.start(1, prompt, stop=frozenset(first))
     world.run()
     assert world.tokens[(1, 0)] == first and isinstance(world.terminal[1], DoneOutput)
-    assert world.core.handoffs._pulls.begun == 0, "a pull was begun"
+    assert world.core.fetches.pulls.begun == 0, "a pull was begun"
 
 
 def test_a_prompt_that_waits_in_a_long_queue_is_not_given_up():
     """Silence is the peer's, not the prompt's: its step thread answers heartbeats while others compute."""
     world = World(random.Random(1), prefill_pages=(40,), silence=5.0)
     node = world.nodes["p0"]
-    node.side._max_leased = -1  # nothing is admitted
+    node.core.leases._max_pages = -1  # nothing is admitted
     request = world.start(1, range(30), candidates=("p0",))
     for _ in range(400):
         world.now += 0.1
         world.turn()
-    assert world.core.handoffs.active == 1 and not world.core.unfinished[request.key].retries
-    node.side._max_leased = 40
+    assert len(world.core.fetches.running) == 1 and not world.core.unfinished[request.key].retries
+    node.core.leases._max_pages = 40
     world.run()
     world.check(request)
     assert world.terminal[1].stats.handoff_retries == 0
@@ -607,7 +610,8 @@ def test_pages_are_announced_before_their_step_has_retired_and_pulled_after():
     assert len(effect.pairs) == 4  # of a step of 16 tokens
     world.now += 100 * PULL
     world.decode_step()
-    assert not world.core.handoffs.overdue and world.core.handoffs.active == 1  # waiting is no fault
+    assert not world.core.fetches.pulls.overdue  # waiting is no fault
+    assert len(world.core.fetches.running) == 1
     world.run()
     world.check(request)
     assert world.terminal[1].stats.handoff_retries == 0
@@ -627,9 +631,9 @@ def test_cached_pages_are_announced_at_once():
     world.run()
     # Another decode node, that has nothing of it.
     node, name = world.nodes["p0"], AttemptName(1, 1, 0, 0)
-    node.side.connect("e", world.now)
+    node.core.leases.connect("e", world.now)
     again = EngineRequest(key=name, prompt=(*range(20), 7), params=SamplingParams(max_tokens=1))
-    node.side.start("e", name, again, True, world.now, ahead=True)
+    node.core.start("e", name, again, True, world.now, ahead=True)
     node.step(world.now)
     cached, rest = node.outbox
     spans = [[(each.first, len(each.pages)) for each in chunk.groups] for chunk in (cached, rest)]
@@ -645,7 +649,7 @@ def test_a_pull_that_was_not_begun_is_not_when_its_node_is_lost():
     request, _ = announced(world)
     world.disconnect("p0")  # in the same turn: nothing has been flushed since
     world.decode_step()
-    assert not world.pulls and world.core.handoffs.pulls == 0
+    assert not world.pulls and len(world.core.fetches.pulls) == 0
     world.run()
     world.check(request)
 
@@ -657,11 +661,11 @@ def test_a_pull_that_waits_does_not_outlive_its_hand_off(flushed):
     request, _ = announced(world)
     if flushed:
         world.decode_step()
-        assert len(world.pulls) == 1 and world.core.handoffs.expecting is False  # more chunks follow
-    assert world.core.handoffs.pulls == 1
+        assert len(world.pulls) == 1 and world.core.fetches.expecting is False  # more chunks follow
+    assert len(world.core.fetches.pulls) == 1
     world.core.cancel(request.key)
     world.decode_step()
-    assert not world.pulls and world.core.handoffs.pulls == 0
+    assert not world.pulls and len(world.core.fetches.pulls) == 0
     world.core.scheduler.cache.check(idle=True)
 
 
@@ -689,12 +693,12 @@ def test_a_pull_that_cannot_be_stopped_is_overdue():
     stuck = world.pulls.pop()
     world.core.cancel(request.key)
     world.decode_step()
-    assert world.core.handoffs.pulls == 1 and not world.core.handoffs.overdue
+    assert len(world.core.fetches.pulls) == 1 and not world.core.fetches.pulls.overdue
     world.now += PULL
     world.decode_step()
-    assert world.core.handoffs.overdue == ["p0"]
+    assert world.core.fetches.pulls.overdue == ["p0"]
     assert world.core.scheduler.cache.counts().quarantined == len(stuck[0].pairs)
-    world.core.handoffs.pull_ended(stuck[0].pull, "interrupted", None, world.now)
+    world.core.fetches.pull_ended(stuck[0].pull, "interrupted", None, world.now)
     world.core.scheduler.cache.check(idle=True)
 
 
@@ -722,7 +726,7 @@ def test_pressure_does_not_wait_for_a_step_of_another_node():
 
 
 def test_a_peer_that_invents_reasons_adds_to_one_count():
-    counters = HandoffCounters()
+    counters = FetchCounters()
     for number in range(100):
         counters.count_retry("STALE_PAGES")
         counters.count_retry(f"REASON_{number}")
@@ -745,7 +749,7 @@ def test_a_pull_that_never_ends_fails_its_try_and_its_pages_come_back_when_it_do
     world.decode_step()
     counts = world.core.scheduler.cache.counts()
     assert counts.quarantined == len(stuck[0].pairs) > 0
-    assert world.core.handoffs.overdue == [stuck[0].address]
+    assert world.core.fetches.pulls.overdue == [stuck[0].address]
     # It goes on elsewhere, and so does a new one: not at the node out of whose pool the copy still runs.
     second = world.start(2, range(50, 80))
     for _ in range(30000):
@@ -761,7 +765,7 @@ def test_a_pull_that_never_ends_fails_its_try_and_its_pages_come_back_when_it_do
     world.pulls.append(stuck)
     world.run()
     assert world.core.scheduler.cache.counts().quarantined == 0
-    assert world.core.handoffs.overdue == []
+    assert world.core.fetches.pulls.overdue == []
 
 
 def test_a_paused_request_gets_no_tokens_and_goes_on_where_it_was():
@@ -796,41 +800,42 @@ def test_counters_count_what_happens():
             cancelled += 1
     world.run()
     ends = Counter(type(output) for output in world.terminal.values())
-    assert ends == {DoneOutput: 5, FailedOutput: 3} and node.side.counters.cancelled >= 2
+    assert ends == {DoneOutput: 5, FailedOutput: 3} and node.core.leases.counters.cancelled >= 2
     pulled = sum(end.stats.pulled_pages for end in world.terminal.values() if isinstance(end, DoneOutput))
-    assert world.core.handoffs.counters.pulled_pages >= pulled > 15
+    assert world.core.fetches.counters.pulled_pages >= pulled > 15
 
 
 def test_a_name_that_has_ended_is_refused_and_what_is_said_of_it_is_no_longer_counted():
     world = World(random.Random(1))
     request, _ = announced(world)
-    handoffs, before = world.core.handoffs, world.core.handoffs.counters.unknown
-    ((name, address, _),) = handoffs.under_way()
+    handoffs, fetches = world.core.handoffs, world.core.fetches
+    before, ((name, fetch),) = fetches.counters.unknown, fetches.running.items()
+    address = fetch.address
     for number in range(2):
         handoffs.receive(address, FirstSampled(replace(name, request=50 + number), (), 0, ()), world.now)
-    assert handoffs.counters.unknown == before + 2
-    assert [e.name.request for e in handoffs.effects if isinstance(e, CancelPrefill)] == [50, 51]
+    assert fetches.counters.unknown == before + 2
+    assert [e.name.request for e in fetches.effects if isinstance(e, CancelPrefill)] == [50, 51]
     handoffs.receive(address, LeaseFinished(replace(name, request=52), stood=True), world.now)
-    assert len([e for e in handoffs.effects if isinstance(e, CancelPrefill)]) == 2, "it has ended anyway"
-    handoffs.effects = [e for e in handoffs.effects if not isinstance(e, CancelPrefill)]
-    handoffs.pull_ended(99, None, None, world.now)  # no pull of ours
+    assert len([e for e in fetches.effects if isinstance(e, CancelPrefill)]) == 2, "it has ended anyway"
+    fetches.effects = [e for e in fetches.effects if not isinstance(e, CancelPrefill)]
+    fetches.pull_ended(99, None, None, world.now)  # no pull of ours
     world.run()
     world.check(request)
     world.disconnect("p0")
-    assert not handoffs._heard.get("p0"), "nothing of it stays"
+    assert not fetches._heard.get("p0"), "nothing of it stays"
 
 
 def test_a_grammar_of_another_attempt_of_that_name_is_dropped():
-    side = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    core = make_prefill()
     name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
     old, new = (EngineRequest(key=name, prompt=tuple(range(9)), params=SamplingParams()) for _ in range(2))
-    side.start("a", name, old, True, 0.0)
-    side.cancel("a", name)
-    side.start("a", name, new, True, 0.0)
+    core.start("a", name, old, True, 0.0)
+    core.cancel("a", name)
+    core.start("a", name, new, True, 0.0)
     grammar = object()
-    side.compiled(name, old, GrammarError("too complex"))
-    assert side.knows(name) and new.grammar is None
-    side.compiled(name, new, grammar)
+    core.compiled(name, old, GrammarError("too complex"))
+    assert name in core.leases.running and new.grammar is None
+    core.compiled(name, new, grammar)
     assert new.grammar is grammar
 
 
@@ -858,10 +863,9 @@ def noted(recorder, notes):
 
 def test_what_is_recorded_of_a_hand_off():
     world = World(random.Random(1))
-    side, here, there = world.nodes["p0"].side, [], []
+    core, here, there = world.nodes["p0"].core, [], []
     noted(world.core.recorder, here)
-    noted(side._recorder, there)
-    side.scheduler.record = side.record
+    noted(core.leases._recorder, there)
     object.__setattr__(world.core.recording, "page_bytes", 64)
     world.start(1, range(33), n=2, max_tokens=20)
     world.run()
@@ -896,19 +900,19 @@ def test_what_is_recorded_of_a_hand_off():
     [("refused", "PROMPT_TOO_LONG", 1), ("cancelled", "cancelled", 1), ("lost", "cancelled", 0)],
 )
 def test_what_is_recorded_of_other_ends(why, ended, told):
-    side, notes = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30), []
-    noted(side._recorder, notes)
+    core, notes = make_prefill(), []
+    noted(core.leases._recorder, notes)
     name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
     length = 9 if why != "refused" else 400
-    side.start(
+    core.start(
         "a", name, EngineRequest(key=name, prompt=tuple(range(length)), params=SamplingParams()), True, 0.0
     )
     if why == "cancelled":
-        side.cancel("a", name)
+        core.cancel("a", name)
     elif why == "lost":
-        side.disconnect("a")
-    assert notes == [("ENDED", 0, 0, ended)]
-    assert len(side.outputs) == told and not side.requests and not side.holds("a")
+        core.disconnect("a")
+    assert notes[-1] == ("ENDED", 0, 0, ended)
+    assert len(core.leases.outputs) == told and not core.requests and not core.holds("a")
 
 
 @pytest.mark.parametrize(
@@ -920,32 +924,33 @@ def test_what_is_recorded_of_other_ends(why, ended, told):
     ],
 )
 def test_a_lease_ends_with_its_grace_or_its_deadline(deadline, last, end, reason):
-    side = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    core = make_prefill()
     name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
-    side.connect("a", 0.0)
+    core.leases.connect("a", 0.0)
     request = EngineRequest(key=name, prompt=tuple(range(9)), params=SamplingParams(), deadline=deadline)
-    side.start("a", name, request, True, 0.0)
-    side.tick(last)
-    assert side.requests == 1
-    side.tick(end)
-    assert [output.reason for _, output in side.outputs] == [reason] and not side.requests
-    assert (side.counters.expired, side.counters.failed) == ((1, 0) if reason == "LEASE_EXPIRED" else (0, 1))
-    side.heartbeat("a", end)
-    side.heartbeat("b", end)
-    assert [type(output) for _, output in side.outputs[1:]] == [Alive], "nobody else is connected"
+    core.start("a", name, request, True, 0.0)
+    core.tick(last)
+    assert core.requests == 1
+    core.tick(end)
+    assert [output.reason for _, output in core.leases.outputs] == [reason] and not core.requests
+    counters = core.leases.counters
+    assert (counters.expired, counters.failed) == ((1, 0) if reason == "LEASE_EXPIRED" else (0, 1))
+    core.leases.heartbeat("a", end)
+    core.leases.heartbeat("b", end)
+    assert [type(output) for _, output in core.leases.outputs[1:]] == [Alive], "nobody else is connected"
 
 
 def test_a_heartbeat_goes_to_each_node_that_has_a_prompt_in_turn():
     world = World(random.Random(1), silence=2.0)
-    handoffs, world.now = world.core.handoffs, 20.0
+    fetches, world.now = world.core.fetches, 20.0
     for number, address in enumerate(("p1", "p0", "p0"), 1):
         world.start(number, range(100 * number, 100 * number + 20), candidates=(address,))
     world.core.admit(20.0)
 
     def beats(now):
-        handoffs.effects = []
-        handoffs.tick(now)
-        return [effect.address for effect in handoffs.effects if isinstance(effect, Beat)]
+        fetches.effects = []
+        fetches.tick(now)
+        return [effect.address for effect in fetches.effects if isinstance(effect, Beat)]
 
     assert [beats(now) for now in (20.0, 20.25, 20.5, 20.75, 21.0)] == [
         ["p0", "p1"],
@@ -954,13 +959,13 @@ def test_a_heartbeat_goes_to_each_node_that_has_a_prompt_in_turn():
         [],
         ["p0", "p1"],
     ]
-    handoffs.shorten_beat(0.5)
+    fetches.shorten_beat(0.5)
     assert [beats(now) for now in (21.5, 21.5625, 21.625)] == [["p0", "p1"], [], ["p0", "p1"]]
-    handoffs.note_alive("p0", 21.75)
-    handoffs.tick(22.0)
-    assert handoffs.active == 3, "as long as may be"
-    handoffs.tick(22.25)
-    assert [address for _, address, _ in handoffs.under_way()] == ["p0", "p0"]
+    fetches.note_alive("p0", 21.75)
+    fetches.tick(22.0)
+    assert len(fetches.running) == 3, "as long as may be"
+    fetches.tick(22.25)
+    assert [fetch.address for fetch in fetches.running.values()] == ["p0", "p0"]
 
 
 def test_tries_are_counted_on_for_the_attempts_that_were_last(monkeypatch):
@@ -984,7 +989,7 @@ def test_a_prompt_that_finds_no_pages_here_is_asked_for_elsewhere():
     world.core.scheduler.extend = lambda leader, rows: answers.pop() if answers else extend(leader, rows)
     world.run()
     world.check(request)
-    assert world.core.handoffs.counters.retries == {"NO_PAGES": 1}
+    assert world.core.fetches.counters.retries == {"NO_PAGES": 1}
     assert world.terminal[1].stats.handoff_retries == 1 and world.terminal[1].stats.prefill_address == "p1"
 
 

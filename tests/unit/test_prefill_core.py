@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from core_shell import Shell
 from hash_runner import HashRunner
 
 from baton.config import PrefillConfig
@@ -21,7 +22,7 @@ LIMITS = SchedulerConfig(context_length=100, token_budget=16, max_rows=4)
 
 class Node:
     def __init__(self, device="cpu", **config):
-        self.flushed, self.retired, self.observed = [], [], 0
+        self.flushed, self.shell = [], Shell(self.send)
         cache = KvCacheManager(PageAllocator(40), PrefixTree(4))
         self.runner = HashRunner(40, 4, 4)
         self.core = make_core(
@@ -29,19 +30,17 @@ class Node:
             LIMITS,
             device,
             cache,
-            lambda by_holder: self.flushed.append((len(self.retired), by_holder)),
-            self.retired.append,
-            self.observe,
+            self.shell,
         )
 
-    def observe(self):
-        self.observed += 1
+    def send(self, step, outputs, effects):
+        self.flushed.append((len(self.shell.retired), outputs))
 
     def start(self, holder, number, length=20):
         name = AttemptName(gateway=7, request=number, attempt=0, decode_try=0)
         request = EngineRequest(key=name, prompt=tuple(range(length)), params=SamplingParams())
-        self.core.side.connect(holder, 0.0)
-        self.core.side.start(holder, name, request, True, 0.0)
+        self.core.leases.connect(holder, 0.0)
+        self.core.start(holder, name, request, True, 0.0)
         return name
 
     def step(self):
@@ -56,12 +55,12 @@ def test_what_a_step_yields_goes_to_its_holders_after_the_step_is_published():
     assert node.core.requests == 2 and not node.core.expecting
     node.step()
     ((retired, by_holder),) = node.flushed
-    assert retired == 1 and node.retired == [1] and node.observed == 1
+    assert retired == 1 and node.shell.retired == [1] and node.shell.observed == 1
     for holder, messages in by_holder.items():
         assert {message.name for message in messages} == {names[holder]}
         assert [type(message) for message in messages] == [FirstSampled, ChunkAnnounced]
     node.core.flush(0)
-    assert len(node.flushed) == 1 and node.observed == 2, "nothing is left to say"
+    assert len(node.flushed) == 1 and node.shell.observed == 2, "nothing is left to say"
 
 
 def test_an_answer_to_a_heartbeat_is_an_empty_list_and_presses():
@@ -69,7 +68,7 @@ def test_an_answer_to_a_heartbeat_is_an_empty_list_and_presses():
     node.start("a", 1)
     node.core.plan(1.0)
     assert not node.core.pressing
-    node.core.side.heartbeat("a", 1.0)
+    node.core.leases.heartbeat("a", 1.0)
     node.core.plan(1.0)
     assert node.core.pressing
     node.core.flush(0)
@@ -96,7 +95,7 @@ def test_leased_pages_are_told_apart():
         for page in group.pages
     }
     assert len(leased) == 5 and {page for page, use in enumerate(uses) if use == PageUse.LEASED} == leased
-    node.core.side.release("a", name)
+    node.core.leases.release("a", name)
     assert PageUse.LEASED not in node.core.page_uses()
 
 
@@ -107,7 +106,7 @@ def test_a_stream_is_closed_when_its_attempts_have_ended():
     node.core.close_when_idle("a", lambda: closed.append("a"))
     node.step()
     assert not closed
-    node.core.side.release("a", name)
+    node.core.leases.release("a", name)
     node.core.flush(0)
     assert closed == ["a"] and isinstance(node.flushed[-1][1]["a"][0], LeaseFinished)
     node.core.flush(0)
@@ -121,7 +120,7 @@ def test_a_node_that_fails_tells_who_is_being_computed_and_nothing_else():
     node.flushed.clear()
     node.start("b", 2, 30)
     node.core.plan(1.0)
-    node.core.side.heartbeat("a", 1.0)
+    node.core.leases.heartbeat("a", 1.0)
     node.core.node_failed("a bug")
     ((_, by_holder),) = node.flushed
     (failed,) = by_holder.pop("b")
@@ -137,7 +136,7 @@ def test_steps_are_measured():
     step = node.core.plan(3.0)
     node.core.fail_step(step, "it broke")
     node.core.flush(0)
-    assert node.retired == [1], "a step that has failed is never published"
+    assert node.shell.retired == [1], "a step that has failed is never published"
     assert [each.reason for each in node.flushed[-1][1]["a"]] == ["STEP_FAILED"]
     assert node.core.step_stats.limit(0.5) == 0.5, "no step is in flight"
 

@@ -192,7 +192,7 @@ async def test_heartbeats_are_as_frequent_as_a_peers_leases_need(grace_ms, short
     response = prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=answer)])
     shell.links["p0"].peer.welcomed(response)
     await asyncio.sleep(0.01)
-    core = SimpleNamespace(handoffs=SimpleNamespace(shorten_beat=found.append))
+    core = SimpleNamespace(fetches=SimpleNamespace(shorten_beat=found.append))
     for call in shell.calls:
         with contextlib.suppress(AttributeError):  # what else the core is told
             call(core, 0.0)

@@ -17,7 +17,7 @@ class Core:
     """Stands in for a core, and for the call that reaches it."""
 
     def __init__(self):
-        self.handoffs = self
+        self.fetches = self
         self.ended = []
 
     def call(self, function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,9 @@ from baton import gateway
 from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.handoff.decode_handoff import HandoffCounters
+from baton.handoff.fetch import FetchCounters
+from baton.handoff.lease import LeaseCounters
 from baton.handoff.messages import AttemptName, ChunkAnnounced, GroupPages, StartPrefill
-from baton.handoff.prefill_attempt import PrefillCounters
 from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.tracing.recorder import EventKind, Recorder
@@ -23,6 +24,7 @@ from baton.worker.decode.messages import events_from, request_for
 from baton.worker.decode.shell import DecodeShell
 from baton.worker.decode.stream import DecodeStream
 from baton.worker.decode.types import DecodeCounters, DoneOutput
+from baton.worker.prefill.attempt import PrefillCounters
 from baton.worker.prefill.shell import PrefillShell, PrefillStream
 from baton.worker.shell import WorkerShell
 
@@ -200,7 +202,7 @@ def test_a_good_start_of_prefill_reaches_the_core_once():
     with pytest.raises(BatonError, match="started twice"):
         node.handle_command(prefill_start(), caller)
     (call,), started = node.calls, []
-    start = SimpleNamespace(side=SimpleNamespace(start=lambda *arguments: started.append(arguments)))
+    start = SimpleNamespace(start=lambda *arguments: started.append(arguments))
     call(start, 5.0)
     assert [event.kind for event in node.recorder.of([(3, 1)])] == [EventKind.RECEIVED]
     holder, name, request, keep, now, ahead = started[0]
@@ -266,9 +268,9 @@ def test_a_prefill_node_compiles_what_an_output_must_be(grammar):
     assert len(compiled) == (grammar is not None) and len(node.calls) == 1
     for done in compiled:
         done("a grammar")
-    side = SimpleNamespace(compiled=lambda *arguments: told.append(arguments[2]))
+    core = SimpleNamespace(compiled=lambda *arguments: told.append(arguments[2]))
     for call in node.calls[1:]:
-        call(SimpleNamespace(side=side), 5.0)
+        call(core, 5.0)
     assert told == ["a grammar"] * len(compiled)
 
 
@@ -309,11 +311,11 @@ def test_what_a_step_yields_for_a_caller_is_one_message():
 def test_a_prefill_node_reports_its_leases_and_counters():
     node = Prefill(PrefillConfig())
     assert node.load() == node_pb2.Load(rows=5)
-    counters = PrefillCounters(1, 2, 3, 4, 5, 6, 7, 8)
-    side = SimpleNamespace(leases=10, requests=11, oldest_lease=lambda now: now - 98.5, counters=counters)
-    node.core_or_none = SimpleNamespace(side=side, requests=side.requests)
-    names = ("finished", "failed", "cancelled", "prompt_tokens", "cached_tokens", "output_tokens")
-    reported = {name: getattr(counters, name) for name in names}
+    counters, prompts = LeaseCounters(1, 2, 3, 4, 5), PrefillCounters(6, 7, 8)
+    leases = SimpleNamespace(announced=10, oldest=lambda now: now - 98.5, counters=counters)
+    node.core_or_none = SimpleNamespace(leases=leases, requests=11, counters=prompts)
+    reported = {name: getattr(counters, name) for name in ("finished", "failed", "cancelled")}
+    reported |= asdict(prompts)
     assert node.load() == node_pb2.Load(
         rows=5,
         leases=10,
@@ -331,10 +333,10 @@ def test_a_decode_node_reports_its_handoffs_and_counters(cost):
     assert node.load() == node_pb2.Load(rows=5)
     node.page_bytes, node.messages = 64, 9
     node.peers.pull_meter = SimpleNamespace(cost=cost)
-    counters = HandoffCounters(pulled_pages=10, retries={"SILENT": 2, "PEER_LOST": 3})
+    counters = FetchCounters(pulled_pages=10, retries={"SILENT": 2, "PEER_LOST": 3})
     node.core_or_none = SimpleNamespace(
         requests=11,
-        handoffs=SimpleNamespace(active=12, pulls=13, counters=counters),
+        fetches=SimpleNamespace(running=range(12), pulls=range(13), counters=counters),
         counters=DecodeCounters(1, 2, 3, 4, 5, 6, 7),
         scheduler=SimpleNamespace(local_prompts=14),
         paused=15,

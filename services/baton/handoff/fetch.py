@@ -1,81 +1,142 @@
-"""The decode side of the hand-off: one state machine per prompt that a prefill node computes.
+"""What a worker borrows: pages that another worker announces, pulled and checked by generation.
 
-    begin -> asked -> announced/pulling -> [first tokens] -> all pages here -> released -> confirmed: arrive
-       \\________\\___________\\__________________\\_______________\\_____________\\
-                  refused, silent, peer lost, pull failed, generation moved on: requeue, next candidate
+    begin -> announced/pulling -> [the owner is done] -> all pages here -> released -> confirmed: arrived
+       \\____________\\____________________\\___________________\\_____________\\
+                  refused, silent, peer lost, pull failed, generation moved on: lost
 
 Pages may be announced before the step that writes them has retired: their pull waits for it, in the
-transport. A pull that takes too long (`pulls`), counted from the first tokens where it may have had to wait,
-fails its try. Pages count as good only if, after the copy, the owner's generations equal the announced ones
-(seen in shared memory), or the answer to the release says that the lease stood.
+transport. A pull that takes too long (`pulls`), counted from when the owner is done where it may have had to
+wait, fails its fetch. Pages count as good only if, after the copy, the owner's generations equal the
+announced ones (seen in shared memory), or the answer to the release says that the lease stood. Who wants the
+pages, and what else the other worker was asked for, is known to the `FetchCore`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, field
 from math import inf
+from typing import Generic, Protocol, TypeVar
 
-from baton.engine.request import Sequence
-from baton.engine.scheduler import Scheduler
-from baton.handoff.decode_handoff import Handoff, HandoffCounters
 from baton.handoff.messages import (
     AttemptName,
     Beat,
     CancelPrefill,
     ChunkAnnounced,
-    DecodeEffect,
-    FirstSampled,
+    FetchEffect,
     LeaseFinished,
     PrefillFailed,
     PrefillOutput,
     RecentNames,
     ReleaseLease,
-    StartPrefill,
     StartPull,
     StopPull,
 )
 from baton.handoff.pulls import Pull, Pulls
+from baton.kvcache import BlockTable, KvCacheManager
 from baton.tracing.recorder import EventKind
 
-RecordPull = Callable[[EventKind, AttemptName, str, int, int, str | None], None]
-"""record(PULL_BEGUN or PULL_ENDED, name, address, pages, step, error)."""
-
 HEARTBEAT_SECONDS = 1.0
+MAX_REASONS = 32
 
 
-class DecodeSide:
-    """All hand-offs of one decode node. Effects gather in `effects`; failures go to `failed`, those of
-    hand-offs that had ended here to `failed_late`. `unanswered` learns of each failure that its node is told
-    while it may still have the prompt in a step; it will answer."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Fetch:
+    """Pages of another worker that are to come here."""
+
+    name: AttemptName
+    address: str
+    heard: float
+    rows: int
+    """Page indexes that its tokens need."""
+    begins: list[int]
+    """For each KV group the page index with which its announcements begin."""
+    wanted: bool = True
+    """Its pages are pulled as they are announced; else not before the owner is done."""
+    done: bool = False
+    """The owner has nothing more to say but pages: what writes those announced has retired."""
+    pages: list[list[int]] = field(init=False)
+    """For each KV group the owner's page ids, as announced."""
+    generations: list[list[int]] = field(init=False)
+    named: set[int] = field(default_factory=set)
+    """All of those pages."""
+    announced_all: bool = False
+    step: int = 0
+    """The pages announced so far are final once this step of the owner's has retired."""
+    here: list[int] | None = None
+    """For each KV group the page index up to which pages have arrived or were cached; None before the
+    first announcement."""
+    pull: int | None = None
+    released: bool = False
+    seen: bool = True
+    """Whether generations were compared after every copy; else the answer to the release decides."""
+
+    def __post_init__(self) -> None:
+        self.pages, self.generations = [[] for _ in self.begins], [[] for _ in self.begins]
+
+    @property
+    def announced(self) -> list[int]:
+        """For each KV group the page index up to which pages have been announced."""
+        return [begin + len(pages) for begin, pages in zip(self.begins, self.pages, strict=True)]
+
+
+F = TypeVar("F", bound=Fetch)
+Wanted = TypeVar("Wanted", bound=Fetch, contravariant=True)
+
+
+class FetchCore(Protocol[Wanted]):
+    """What the hand-off asks of the core that wants the pages."""
+
+    def adopt_cached(self, fetch: Wanted) -> int:
+        """The page index up to which pages need not come, because they are cached here."""
+
+    def make_room(self, fetch: Wanted, rows: int) -> BlockTable | None:
+        """Where the pages are to go: tables with this many page indexes. None: no pages are left."""
+
+    def pull_changed(self, fetch: Wanted, kind: EventKind, pages: int, step: int, error: str | None) -> None:
+        """Records that a pull has begun (PULL_BEGUN) or ended (PULL_ENDED)."""
+
+    def pulled(self, fetch: Wanted, pages: int) -> None:
+        """So many more are here and good, as far as that has been seen."""
+
+    def arrived(self, fetch: Wanted) -> None:
+        """It has ended: all pages are here and good."""
+
+    def lost(self, fetch: Wanted, reason: str, message: str, told: float | None) -> None:
+        """It has failed. `told`: when the other worker was told; None: it knows, or is gone."""
+
+    def failed_late(self, name: AttemptName, address: str, reason: str) -> None:
+        """The worker at `address` says how a fetch ended there that had ended here."""
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    pulled_pages: int = 0
+    retries: dict[str, int] = field(default_factory=dict)
+    """Number of lost fetches by reason."""
+    unknown: int = 0
+    """Messages with an unknown name."""
+
+    def count_retry(self, reason: str) -> None:
+        """Peers may send any reason: those beyond MAX_REASONS count as OTHER."""
+        if reason not in self.retries and len(self.retries) >= MAX_REASONS:
+            reason = "OTHER"
+        self.retries[reason] = self.retries.get(reason, 0) + 1
+
+
+class Fetches(Generic[F]):
+    """All fetches of a worker. Pure. Effects gather in `effects`."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        *,
-        silence: float,
-        pull_seconds: float,
-        name_of: Callable[[Sequence, str], AttemptName],
-        pulled: Callable[[Sequence, int], None],
-        failed: Callable[[Sequence, str, str, str], None],
-        failed_late: Callable[[AttemptName, str, str], None] = lambda name, address, reason: None,
-        unanswered: Callable[[Sequence, AttemptName, str], None] = lambda leader, name, address: None,
-        record: RecordPull = lambda kind, name, address, pages, step, error: None,
+        self, cache: KvCacheManager, core: FetchCore[F], *, silence: float, pull_seconds: float
     ) -> None:
-        self._scheduler = scheduler
+        """`silence`: seconds without a message after which a fetch is lost."""
+        self.effects: list[FetchEffect] = []
+        self.counters = FetchCounters()
+        self.running: dict[AttemptName, F] = {}
+        self.pulls: Pulls[F] = Pulls(cache, pull_seconds)
+        self._core = core
         self._silence = silence
-        self._name_of = name_of
-        self._pulled = pulled
-        self._failed = failed
-        self._failed_late = failed_late
-        self._unanswered = unanswered
-        self._record = record
-        self.effects: list[DecodeEffect] = []
-        self.counters = HandoffCounters()
-        self._by_leader: dict[Sequence, Handoff] = {}
-        self._by_name: dict[AttemptName, Handoff] = {}
-        self._pulls: Pulls[Handoff] = Pulls(scheduler.cache, pull_seconds)
         self._ended = RecentNames()
         self._next_beat = 0.0
         self._beat = min(HEARTBEAT_SECONDS, silence / 4)
@@ -83,272 +144,190 @@ class DecodeSide:
         """When each peer's step thread last sent anything."""
 
     @property
-    def active(self) -> int:
-        return len(self._by_leader)
-
-    @property
-    def pulls(self) -> int:
-        return len(self._pulls)
-
-    def pulled_pages(self) -> Iterator[int]:
-        """Local pages that running pulls may write."""
-        return self._pulls.targets()
-
-    @property
     def expecting(self) -> bool:
-        """Whether the last pages of a prompt are under way."""
-        return any(h.announced_all and h.pull is not None for h in self._by_leader.values())
+        """Whether the last pages of a fetch are under way."""
+        return any(fetch.announced_all and fetch.pull is not None for fetch in self.running.values())
 
-    @property
-    def overdue(self) -> list[str]:
-        """Addresses of nodes with an overdue copy from their pools."""
-        return self._pulls.overdue
+    def begin(self, fetch: F) -> None:
+        """The owner asks the other worker under the fetch's name."""
+        self.running[fetch.name] = fetch
 
-    def __contains__(self, leader: Sequence) -> bool:
-        return leader in self._by_leader
+    # --- what the other worker says ---------------------------------------------------------------------
 
-    def address_of(self, leader: Sequence) -> str:
-        """The node that computes the sequence's prompt; empty: it has no hand-off."""
-        handoff = self._by_leader.get(leader)
-        return handoff.address if handoff is not None else ""
-
-    def knows(self, name: AttemptName) -> bool:
-        """Whether a running hand-off has this name."""
-        return name in self._by_name
-
-    def under_way(self) -> list[tuple[AttemptName, str, int | None]]:
-        """Name, node address and running pull (if any) of each running hand-off."""
-        return [(handoff.name, handoff.address, handoff.pull) for handoff in self._by_leader.values()]
-
-    def begin(self, leader: Sequence, address: str, now: float) -> None:
-        """Asks the node at `address` for the prompt of an admitted sequence."""
-        request = leader.request
-        name = self._name_of(leader, address)
-        cache = self._scheduler.cache
-        begins = [group.spec.keeps(len(leader.tokens), cache.page_size) for group in cache.groups]
-        pages: list[list[int]] = [[] for _ in begins]
-        generations: list[list[int]] = [[] for _ in begins]
-        handoff = Handoff(name, address, leader, now, begins, pages, generations)
-        self._by_leader[leader] = self._by_name[name] = handoff
-        params = replace(request.params, seed=leader.seed)
-        if not request.wants_prompt_logprobs:
-            params = replace(params, prompt_logprobs=None)
-        start = StartPrefill(
-            address=address,
-            name=name,
-            request=request,
-            params=params,
-            token_ids=tuple(leader.tokens),
-            delivered=len(leader.tokens) - len(request.prompt),
-            n=1 + len(leader.followers),
-            remaining=request.deadline - now,
-        )
-        self.effects.append(start)
-
-    # --- what the prefill node says ---------------------------------------------------------------------
-
-    def receive(self, address: str, message: PrefillOutput, now: float) -> None:
-        handoff = self._by_name.get(message.name)
-        if handoff is None or handoff.address != address:
-            if message.name not in self._ended:
-                self.counters.unknown += 1
-                if not isinstance(message, LeaseFinished | PrefillFailed):
-                    self.effects.append(CancelPrefill(address, message.name))
-            elif isinstance(message, PrefillFailed):
-                self._failed_late(message.name, address, message.reason)
-            return
-        handoff.heard = now
-        if isinstance(message, ChunkAnnounced):
-            self._announced(handoff, message, now)
-        elif isinstance(message, FirstSampled):
-            self._first(handoff, message, now)
+    def of(self, address: str, message: PrefillOutput, now: float) -> F | None:
+        """The running fetch that the message belongs to."""
+        fetch = self.running.get(message.name)
+        if fetch is not None and fetch.address == address:
+            fetch.heard = now
+            return fetch
+        if message.name not in self._ended:
+            self.counters.unknown += 1
+            if not isinstance(message, LeaseFinished | PrefillFailed):
+                self.effects.append(CancelPrefill(address, message.name))
         elif isinstance(message, PrefillFailed):
-            self._lose(handoff, message.reason, message.message, tell=False)
-        elif handoff.released and message.stood:
-            self._arrive(handoff)
+            self._core.failed_late(message.name, address, message.reason)
+        return None
+
+    def receive(self, fetch: F, message: ChunkAnnounced | LeaseFinished | PrefillFailed, now: float) -> None:
+        if isinstance(message, ChunkAnnounced):
+            self._announced(fetch, message, now)
+        elif isinstance(message, PrefillFailed):
+            self.lose(fetch, message.reason, message.message, None)
+        elif fetch.released and message.stood:
+            self._arrive(fetch)
         else:
             # The peer gets a cancel: after a wrong `finished` it might still hold the pages.
-            self._lose(handoff, "LEASE_LOST", "the lease did not stand until the pages had been copied")
+            self.lose(fetch, "LEASE_LOST", "the lease did not stand until the pages had been copied", now)
 
     def peer_down(self, address: str, reason: str) -> None:
         """The peer's pages are lost, and its step numbers start again."""
         self._heard.pop(address, None)
-        for handoff in [h for h in self._by_leader.values() if h.address == address]:
-            self._lose(handoff, "PEER_LOST", reason, tell=False)
+        for fetch in [each for each in self.running.values() if each.address == address]:
+            self.lose(fetch, "PEER_LOST", reason, None)
 
-    def _announced(self, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
-        announced, most = chunk.groups, self._scheduler.rows(len(self._prefix(handoff)))
-        expected = not handoff.announced_all and [each.first for each in announced] == handoff.announced
-        if not expected or any(each.first + len(each.pages) > most for each in announced if each.pages):
+    def owner_done(self, fetch: F, now: float) -> None:
+        """The other worker has said all but pages; its step has retired. `advance` is to follow."""
+        fetch.done = True
+        if fetch.pull is not None:
+            self.pulls.wait_no_more(fetch.pull, now)
+
+    def _announced(self, fetch: F, chunk: ChunkAnnounced, now: float) -> None:
+        announced = chunk.groups
+        expected = not fetch.announced_all and [each.first for each in announced] == fetch.announced
+        if not expected or any(each.first + len(each.pages) > fetch.rows for each in announced if each.pages):
             spans = ", ".join(f"{each.first} to {each.first + len(each.pages)}" for each in announced)
             text = f"pages {spans} were announced out of turn, or the prompt has fewer"
-            self._lose(handoff, "PROTOCOL", text)
+            self.lose(fetch, "PROTOCOL", text, now)
             return
-        named, known = [page for each in announced for page in each.pages], len(handoff.named)
-        handoff.named.update(named)
-        if len(handoff.named) < known + len(named):
-            self._lose(handoff, "PROTOCOL", "a page was announced twice")
+        named, known = [page for each in announced for page in each.pages], len(fetch.named)
+        fetch.named.update(named)
+        if len(fetch.named) < known + len(named):
+            self.lose(fetch, "PROTOCOL", "a page was announced twice", now)
             return
-        for each, pages, generations in zip(announced, handoff.pages, handoff.generations, strict=True):
+        for each, pages, generations in zip(announced, fetch.pages, fetch.generations, strict=True):
             pages.extend(each.pages)
             generations.extend(each.generations)
-        handoff.announced_all = chunk.last
-        handoff.step = max(handoff.step, chunk.step)
-        self._advance(handoff, now)
-
-    def _first(self, handoff: Handoff, message: FirstSampled, now: float) -> None:
-        leader = handoff.leader
-        if handoff.first or len(message.tokens) != 1 + len(leader.followers):
-            self._lose(handoff, "PROTOCOL", "first tokens came twice, or not one for each choice")
-            return
-        handoff.first = True
-        if handoff.pull is not None:
-            self._pulls.wait_no_more(handoff.pull, now)
-        request = leader.request
-        if request.cached_tokens is None:
-            request.cached_tokens = min(message.cached_tokens, len(leader.tokens))
-        if request.wants_prompt_logprobs:
-            request.prompt_logprobs = list(message.prompt_logprobs)
-        self._scheduler.first_tokens(leader, list(message.tokens))
-        if leader in self._by_leader:
-            self._advance(handoff, now)
+        fetch.announced_all = chunk.last
+        fetch.step = max(fetch.step, chunk.step)
+        self.advance(fetch, now)
 
     # --- pulling ----------------------------------------------------------------------------------------
 
-    def _advance(self, handoff: Handoff, now: float) -> None:
+    def advance(self, fetch: F, now: float) -> None:
         """Starts the next pull, or releases the lease when all pages have arrived."""
-        if handoff.pull is not None:
+        if fetch.pull is not None:
             return
-        scheduler, leader = self._scheduler, handoff.leader
-        if handoff.here is None and any(handoff.pages):
-            cached = scheduler.adopt_cached(leader, len(self._prefix(handoff)))
-            handoff.here = [max(cached, begin) for begin in handoff.begins]
-        here, stop = handoff.here or handoff.begins, handoff.announced
+        if fetch.here is None and any(fetch.pages):
+            cached = self._core.adopt_cached(fetch)
+            fetch.here = [max(cached, begin) for begin in fetch.begins]
+        here, stop = fetch.here or fetch.begins, fetch.announced
         waiting = any(first < behind for first, behind in zip(here, stop, strict=True))
-        if waiting and (handoff.first or not self._one_token(leader)):
+        if waiting and (fetch.done or fetch.wanted):
             rows = max(behind for first, behind in zip(here, stop, strict=True) if first < behind)
-            if not scheduler.extend(leader, rows):
+            holding = self._core.make_room(fetch, rows)
+            if holding is None:
                 # Reserved pages can always be taken: the announced prompt is larger than the admitted one.
-                self._lose(handoff, "NO_PAGES", "no pages left to pull into")
+                self.lose(fetch, "NO_PAGES", "no pages left to pull into", now)
                 return
-            self._pull(handoff, here, stop, now)
-        elif handoff.announced_all and handoff.first and not handoff.released:
-            self._confirm(handoff)
+            self._pull(fetch, holding, here, stop, now)
+        elif fetch.announced_all and fetch.done and not fetch.released:
+            self._confirm(fetch, now)
 
-    def _pull(self, handoff: Handoff, here: Seq[int], stop: list[int], now: float) -> None:
+    def _pull(self, fetch: F, holding: BlockTable, here: Seq[int], stop: list[int], now: float) -> None:
         """Starts to pull, of each group, the pages from `here` to `stop`."""
-        holding = handoff.leader.holding
-        assert holding is not None
         sources: list[int] = []
         targets: list[int] = []
         generations: list[int] = []
         for group, (first, behind) in enumerate(zip(here, stop, strict=True)):
-            begin = handoff.begins[group]
+            begin = fetch.begins[group]
             part = slice(first - begin, behind - begin) if first < behind else slice(0)
-            sources += handoff.pages[group][part]
-            generations += handoff.generations[group][part]
+            sources += fetch.pages[group][part]
+            generations += fetch.generations[group][part]
             targets += holding.tables[group][first:behind]
         pull = Pull(
-            handoff=handoff,
-            address=handoff.address,
+            fetch=fetch,
+            address=fetch.address,
             holding=holding,
             targets=tuple(targets),
             stop=stop,
             generations=tuple(generations),
-            due=now + self._pulls.seconds if handoff.first or not handoff.step else inf,
+            due=now + self.pulls.seconds if fetch.done or not fetch.step else inf,
         )
-        handoff.pull = self._pulls.begin(pull)
+        fetch.pull = self.pulls.begin(pull)
         pairs = tuple(zip(sources, targets, strict=True))
-        self.effects.append(StartPull(handoff.address, handoff.pull, pairs, handoff.step))
-        self._record(EventKind.PULL_BEGUN, handoff.name, handoff.address, len(pairs), handoff.step, None)
-
-    @staticmethod
-    def _one_token(leader: Sequence) -> bool:
-        """Whether the first token is also the last: then the pages are not needed here."""
-        return leader.num_output + 1 >= leader.request.params.max_tokens
-
-    def _prefix(self, handoff: Handoff) -> list[int]:
-        """The tokens whose KV the announced pages hold: all but the first tokens sampled there."""
-        tokens = handoff.leader.tokens
-        return tokens[:-1] if handoff.first else tokens
+        self.effects.append(StartPull(fetch.address, fetch.pull, pairs, fetch.step))
+        self._core.pull_changed(fetch, EventKind.PULL_BEGUN, len(pairs), fetch.step, None)
 
     def pull_ended(self, number: int, error: str | None, generations: Seq[int] | None, now: float) -> None:
         """The transport reports that no copy of this pull is running any more."""
-        pull = self._pulls.end(number)
+        pull = self.pulls.end(number)
         if pull is None:
             return
-        handoff = pull.handoff
-        if self._by_name.get(handoff.name) is not handoff:
-            return  # the request continued without it; its pages are free now
-        handoff.pull = None
-        self._record(EventKind.PULL_ENDED, handoff.name, pull.address, len(pull.targets), 0, error)
+        fetch, count = pull.fetch, len(pull.targets)
+        if self.running.get(fetch.name) is not fetch:
+            return  # its owner continued without it; its pages are free now
+        fetch.pull = None
+        self._core.pull_changed(fetch, EventKind.PULL_ENDED, count, 0, error)
         if error is not None:
-            self._lose(handoff, "PULL_FAILED", error)
+            self.lose(fetch, "PULL_FAILED", error, now)
         elif generations is not None and tuple(generations) != pull.generations:
-            self._lose(handoff, "STALE_PAGES", "pages were overwritten before they had been copied")
+            self.lose(fetch, "STALE_PAGES", "pages were overwritten before they had been copied", now)
         else:
-            handoff.seen = handoff.seen and generations is not None
-            count = len(pull.targets)
-            assert handoff.here is not None
-            handoff.here = [max(pair) for pair in zip(handoff.here, pull.stop, strict=True)]
+            fetch.seen = fetch.seen and generations is not None
+            assert fetch.here is not None
+            fetch.here = [max(pair) for pair in zip(fetch.here, pull.stop, strict=True)]
             self.counters.pulled_pages += count
-            self._pulled(handoff.leader, count)
-            self._advance(handoff, now)
+            self._core.pulled(fetch, count)
+            self.advance(fetch, now)
 
-    def _confirm(self, handoff: Handoff) -> None:
-        if min(handoff.announced) < self._scheduler.rows(len(self._prefix(handoff))):
-            self._lose(handoff, "PROTOCOL", "fewer pages were announced than the prompt has")
+    def _confirm(self, fetch: F, now: float) -> None:
+        if min(fetch.announced) < fetch.rows:
+            self.lose(fetch, "PROTOCOL", "fewer pages were announced than the prompt has", now)
             return
-        handoff.released = True
-        self.effects.append(ReleaseLease(handoff.address, handoff.name, awaited=not handoff.seen))
-        if handoff.seen:
-            self._arrive(handoff)
-
-    def _arrive(self, handoff: Handoff) -> None:
-        self._forget(handoff)
-        self._scheduler.arrive(handoff.leader)
+        fetch.released = True
+        self.effects.append(ReleaseLease(fetch.address, fetch.name, awaited=not fetch.seen))
+        if fetch.seen:
+            self._arrive(fetch)
 
     # --- ends -------------------------------------------------------------------------------------------
 
-    def abandon(self, leader: Sequence) -> tuple[AttemptName, str] | None:
-        """Ends the hand-off of a sequence that was cancelled, retracted, or finished by its first token.
-        Returns its name and the address of its node if that will say how it ended there."""
-        handoff = self._by_leader.get(leader)
-        if handoff is None:
-            return None
-        self._forget(handoff)
-        if handoff.released:
-            return None
-        self.effects.append(CancelPrefill(handoff.address, handoff.name))
-        return handoff.name, handoff.address
+    def _arrive(self, fetch: F) -> None:
+        self._forget(fetch)
+        self._core.arrived(fetch)
 
-    def _lose(self, handoff: Handoff, reason: str, message: str, tell: bool = True) -> None:
-        """This try has failed: requeues the sequence, so that another node is tried."""
-        self._forget(handoff)
+    def abandon(self, fetch: F) -> bool:
+        """Its owner does not want it any more. Returns whether the other worker will say how it ended
+        there."""
+        self._forget(fetch)
+        if not fetch.released:
+            self.effects.append(CancelPrefill(fetch.address, fetch.name))
+        return not fetch.released
+
+    def lose(self, fetch: F, reason: str, message: str, told: float | None) -> None:
+        """It has failed. `told`: the time now, and the other worker is told; None: it knows, or is gone."""
+        self._forget(fetch)
         self.counters.count_retry(reason)
-        if tell:
-            self.effects.append(CancelPrefill(handoff.address, handoff.name))
-        self._failed(handoff.leader, handoff.address, reason, message)
-        if tell and not handoff.first and reason != "SILENT":
-            self._unanswered(handoff.leader, handoff.name, handoff.address)
-        self._scheduler.requeue(handoff.leader)
+        if told is not None:
+            self.effects.append(CancelPrefill(fetch.address, fetch.name))
+        self._core.lost(fetch, reason, message, told)
 
-    def _forget(self, handoff: Handoff) -> None:
-        del self._by_leader[handoff.leader]
-        del self._by_name[handoff.name]
-        self._ended.add(handoff.name)
-        if handoff.pull is not None:
-            self._stop(handoff.pull, handoff.address)
+    def _forget(self, fetch: F) -> None:
+        del self.running[fetch.name]
+        self._ended.add(fetch.name)
+        if fetch.pull is not None:
+            self._stop(fetch.pull, fetch.address)
 
     def _stop(self, pull: int, address: str) -> None:
         """Stops a pull: its step may be far away, and a pull pins its destination pages."""
         for effect in self.effects:
             if isinstance(effect, StartPull) and effect.pull == pull:
                 self.effects.remove(effect)
-                self._pulls.end(pull)
+                self.pulls.end(pull)
                 return
-        self._pulls.abandon(pull)
+        self.pulls.abandon(pull)
         self.effects.append(StopPull(address, pull))
+
+    # --- time -------------------------------------------------------------------------------------------
 
     def note_alive(self, address: str, now: float) -> None:
         """The peer's step thread has sent something, perhaps only the answer to a heartbeat."""
@@ -359,16 +338,15 @@ class DecodeSide:
         self._beat = min(self._beat, grace / 4)
 
     def tick(self, now: float) -> None:
-        for pull in self._pulls.expire(now):
-            if self._by_name.get(pull.handoff.name) is pull.handoff:
-                self._lose(
-                    pull.handoff, "PULL_STUCK", f"pages did not arrive within {self._pulls.seconds:g} s"
-                )
-        for handoff in list(self._by_leader.values()):
-            if now - max(handoff.heard, self._heard.get(handoff.address, 0.0)) > self._silence:
-                self._lose(handoff, "SILENT", f"nothing heard for {self._silence:g} s")
+        for pull in self.pulls.expire(now):
+            if self.running.get(pull.fetch.name) is pull.fetch:
+                text = f"pages did not arrive within {self.pulls.seconds:g} s"
+                self.lose(pull.fetch, "PULL_STUCK", text, now)
+        for fetch in list(self.running.values()):
+            if now - max(fetch.heard, self._heard.get(fetch.address, 0.0)) > self._silence:
+                self.lose(fetch, "SILENT", f"nothing heard for {self._silence:g} s", now)
         if now >= self._next_beat:
             self._next_beat = now + self._beat
             self.effects.extend(
-                Beat(address) for address in sorted({h.address for h in self._by_leader.values()})
+                Beat(address) for address in sorted({fetch.address for fetch in self.running.values()})
             )

@@ -127,7 +127,7 @@ class StopPull:
     pull: int
 
 
-DecodeEffect = StartPrefill | CancelPrefill | ReleaseLease | Beat | StartPull | StopPull
+FetchEffect = StartPrefill | CancelPrefill | ReleaseLease | Beat | StartPull | StopPull
 
 # --- from the prefill side to its shell, for the holder of the attempt -----------------------------------
 

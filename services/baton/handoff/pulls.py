@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 
 from baton.kvcache import BlockTable, KvCacheManager
 
-H = TypeVar("H")
+F = TypeVar("F")
 
 
 @dataclass(slots=True, eq=False)
-class Pull(Generic[H]):
-    handoff: H
+class Pull(Generic[F]):
+    fetch: F
     address: str
     holding: BlockTable
     targets: tuple[int, ...]
@@ -33,12 +33,12 @@ class Pull(Generic[H]):
     overdue: bool = False
 
 
-class Pulls(Generic[H]):
+class Pulls(Generic[F]):
     def __init__(self, cache: KvCacheManager, seconds: float) -> None:
         """`seconds`: how long a copy may take."""
         self.seconds = seconds
         self._cache = cache
-        self.running: dict[int, Pull[H]] = {}
+        self.running: dict[int, Pull[F]] = {}
         self.begun = 0
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Pulls(Generic[H]):
         for pull in self.running.values():
             yield from pull.targets
 
-    def begin(self, pull: Pull[H]) -> int:
+    def begin(self, pull: Pull[F]) -> int:
         """Returns the number that the transport will report."""
         self.begun += 1
         self._cache.pin(pull.holding)
@@ -72,7 +72,7 @@ class Pulls(Generic[H]):
         already."""
         self.running[number].abandoned = True
 
-    def end(self, number: int) -> Pull[H] | None:
+    def end(self, number: int) -> Pull[F] | None:
         """No copy of this pull is running any more. Returns None for an unknown number."""
         pull = self.running.pop(number, None)
         if pull is not None:
@@ -81,7 +81,7 @@ class Pulls(Generic[H]):
             self._cache.unpin(pull.holding)
         return pull
 
-    def expire(self, now: float) -> list[Pull[H]]:
+    def expire(self, now: float) -> list[Pull[F]]:
         """Pulls that have become overdue since the last call."""
         for pull in self.running.values():
             if pull.abandoned:

@@ -51,9 +51,9 @@ class Audit:
     def _waits(self) -> Iterator[tuple[tuple[object, ...], str]]:
         for decode in self._of(SimDecode):
             assert isinstance(decode, SimDecode)
-            for name, address, _ in decode.core.handoffs.under_way():
-                peer = decode.partner(address)
-                if peer is not None and not peer.side.knows(name) and self._healthy(decode, peer):
+            for name, fetch in decode.fetches.running.items():
+                peer = decode.partner(fetch.address)
+                if peer is not None and name not in peer.core.leases.running and self._healthy(decode, peer):
                     text = f"{decode.who} waits for {name} at {peer.who}, which knows nothing of it"
                     yield ("waits", decode.who, peer.who, name), f"silence: {text}"
 
@@ -61,7 +61,7 @@ class Audit:
         for prefill in self._of(SimPrefill):
             assert isinstance(prefill, SimPrefill)
             for name, decode in prefill.under_way():
-                unwanted = isinstance(decode, SimDecode) and not decode.core.handoffs.knows(name)
+                unwanted = isinstance(decode, SimDecode) and name not in decode.fetches.running
                 if isinstance(decode, SimDecode) and unwanted and self._healthy(decode, prefill):
                     text = f"{prefill.who} holds {name} for {decode.who}, which knows nothing of it"
                     yield ("holds", decode.who, prefill.who, name), f"leak: {text}"
@@ -70,9 +70,9 @@ class Audit:
         """Each node keeps the time limits of what it holds, whatever its peers say."""
         for prefill in self._of(SimPrefill):
             assert isinstance(prefill, SimPrefill)
-            side, grace = prefill.core.side, prefill.config.lease_grace_seconds
-            for name, attempt in side._attempts.items():
-                limit = min(attempt.request.deadline, side._heard[attempt.holder] + grace)
+            leases, grace = prefill.core.leases, prefill.config.lease_grace_seconds
+            for name, lease in leases.running.items():
+                limit = min(lease.deadline, leases._heard[lease.holder] + grace)
                 if limit < prefill.clock() and self._healthy(prefill, prefill):
                     text = f"{prefill.who} holds {name} beyond its deadline or its lease"
                     yield ("overdue", prefill.who, name), f"leak: {text}"
@@ -104,7 +104,7 @@ class Audit:
     def _pulls(self) -> Iterator[tuple[tuple[object, ...], str]]:
         for decode in self._of(SimDecode):
             assert isinstance(decode, SimDecode)
-            awaited = {pull for _, _, pull in decode.core.handoffs.under_way()}
+            awaited = {fetch.pull for fetch in decode.fetches.running.values()}
             for number in decode.pulls_before_their_step():
                 copies = decode.copy_thread.stalled_until <= self._world.now
                 if number not in awaited and copies and self._healthy(decode, decode):

@@ -13,11 +13,9 @@ from baton.engine.plan import StepPlan, StepResult
 from baton.engine.request import Sequence as EngineSequence
 from baton.engine.request import SequencePhase, TokenEvent
 from baton.engine.scheduler import Scheduler
-from baton.handoff.decode_handoff import Handoff
-from baton.handoff.fetch import DecodeSide
-from baton.handoff.lease import PrefillSide
+from baton.handoff.fetch import Fetch, Fetches
+from baton.handoff.lease import Lease, Leases
 from baton.handoff.messages import AttemptName, ChunkAnnounced, LeaseFinished, PrefillOutput, ReleaseLease
-from baton.handoff.prefill_attempt import Attempt
 from baton.handoff.pulls import Pull, Pulls
 from baton.kvcache import BlockTable, KvCacheManager, PageAllocator
 from baton.kvcache.tree_node import PageRow
@@ -38,68 +36,67 @@ from baton.worker.ranks.runner import RankedRunner, RanksLost
 TIMER_SECONDS = 0.1
 
 
-@bug("lease-timer", "a lease ends on a timer although a pull runs", 100, PrefillSide, "tick")
-def _(tick: Wrong, side: PrefillSide, now: float) -> None:
-    tick(side, now)
-    for attempt in side._attempts.values():
-        if attempt.complete_since is not None and now - attempt.complete_since > TIMER_SECONDS:
-            side.scheduler.close(attempt.request)
+@bug("lease-timer", "a lease ends on a timer although a pull runs", 100, Leases, "tick")
+def _(tick: Wrong, leases: Leases[Lease], now: float) -> None:
+    tick(leases, now)
+    for lease in leases.running.values():
+        if lease.complete_since is not None and now - lease.complete_since > TIMER_SECONDS:
+            lease.free()
 
 
-@bug(
-    "no-attempt", "messages are matched by request, whatever the attempt", 100, DecodeSide, "receive", seed=35
-)
-def _(receive: Wrong, side: DecodeSide, address: str, message: PrefillOutput, now: float) -> None:
-    for name in side._by_name:
+@bug("no-attempt", "messages are matched by request, whatever the attempt", 100, Fetches, "of", seed=35)
+def _(of: Wrong, fetches: Fetches[Fetch], address: str, message: PrefillOutput, now: float) -> Fetch | None:
+    for name in fetches.running:
         if (name.gateway, name.request) == (message.name.gateway, message.name.request):
             message = replace(message, name=name)
             break
-    receive(side, address, message, now)
+    found: Fetch | None = of(fetches, address, message, now)
+    return found
 
 
-@bug("silent-failure", "a failure before the first token is not announced", 100, PrefillSide, "_fail")
-def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, message: str) -> None:
-    fail(side, attempt, code, reason, message)
-    if not attempt.first:
-        side.outputs.pop()
+@bug("silent-failure", "a failure before the first token is not announced", 100, Leases, "_fail")
+def _(fail: Wrong, leases: Leases[Lease], lease: Lease, code: str, reason: str, message: str) -> None:
+    fail(leases, lease, code, reason, message)
+    if lease.complete_since is None:
+        leases.outputs.pop()
 
 
-def _any_release_stood(release: Wrong, side: PrefillSide, holder: Hashable, name: AttemptName) -> None:
-    if name in side._attempts:
-        release(side, holder, name)
+def _any_release_stood(release: Wrong, leases: Leases[Lease], holder: Hashable, name: AttemptName) -> None:
+    if name in leases.running:
+        release(leases, holder, name)
     else:
-        side.outputs.append((holder, LeaseFinished(name, stood=True)))
+        leases.outputs.append((holder, LeaseFinished(name, stood=True)))
 
 
-ANY_RELEASE_STOOD = (PrefillSide, "release", _any_release_stood)
+ANY_RELEASE_STOOD = (Leases, "release", _any_release_stood)
 
 
 @bug(
     "unknown-reference",
     "a release with an unknown name is confirmed (vLLM #52234, 1)",
     100,
-    DecodeSide,
+    Fetches,
     "peer_down",
     ANY_RELEASE_STOOD,
     seed=2,
 )
-def _(peer_down: Wrong, side: DecodeSide, address: str, reason: str) -> None:
-    """Hand-offs are tied to an address, not to an incarnation of the process there."""
+def _(peer_down: Wrong, fetches: Fetches[Fetch], address: str, reason: str) -> None:
+    """Fetches are tied to an address, not to an incarnation of the process there."""
 
 
 @bug(
     "expired-lease",
     "an expired lease is still confirmed (vLLM #52234, 5)",
     200,
-    PrefillSide,
+    Leases,
     "_fail",
     ANY_RELEASE_STOOD,
     seed=57,
 )
-def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, message: str) -> None:
-    fail(side, attempt, code, reason, message)
+def _(fail: Wrong, leases: Leases[Lease], lease: Lease, code: str, reason: str, message: str) -> None:
+    fail(leases, lease, code, reason, message)
     if reason == "LEASE_EXPIRED":
-        side.outputs.pop()
+        leases.outputs.pop()
 
 
 # --- pulls --------------------------------------------------------------------------------------------------
@@ -109,14 +106,14 @@ def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, 
     "free-at-cancel",
     "a pull's target is freed when its request is cancelled",
     25,
-    DecodeSide,
+    Fetches,
     "_forget",
     seed=5,
 )
-def _(forget: Wrong, side: DecodeSide, handoff: Handoff) -> None:
-    forget(side, handoff)
-    if handoff.pull is not None:
-        side._pulls.end(handoff.pull)
+def _(forget: Wrong, fetches: Fetches[Fetch], fetch: Fetch) -> None:
+    forget(fetches, fetch)
+    if fetch.pull is not None:
+        fetches.pulls.end(fetch.pull)
 
 
 @bug(
@@ -128,47 +125,49 @@ def _(forget: Wrong, side: DecodeSide, handoff: Handoff) -> None:
     seed=657,
 )
 def _(begin: Wrong, pull: SimPull) -> None:
-    for known in pull._node.core.handoffs._pulls.running.values():
+    for known in pull._node.core.fetches.pulls.running.values():
         if set(known.targets) == pull.targets and pull._pool is not None:
             known.generations = tuple(pull._pool.generations[source] for source, _ in pull._pairs)
     begin(pull)
 
 
 @bug("free-overdue", "a pull's target is freed when the pull is overdue", 400, Pulls, "expire", seed=42)
-def _(expire: Wrong, pulls: Pulls[Handoff], now: float) -> list[Pull[Handoff]]:
+def _(expire: Wrong, pulls: Pulls[Fetch], now: float) -> list[Pull[Fetch]]:
     late = [number for number, pull in pulls.running.items() if pull.due <= now]
     return [pull for number in late if (pull := pulls.end(number)) is not None]
 
 
-@bug("unconfirmed", "nothing is confirmed after the copy", 800, DecodeSide, "pull_ended", seed=318)
-def _(ended: Wrong, side: DecodeSide, number: int, error: str | None, generations: Any, now: float) -> None:
-    pull = side._pulls.running.get(number)
-    ended(side, number, error, pull.generations if pull is not None else None, now)
+@bug("unconfirmed", "nothing is confirmed after the copy", 800, Fetches, "pull_ended", seed=318)
+def _(
+    ended: Wrong, fetches: Fetches[Fetch], number: int, error: str | None, generations: Any, now: float
+) -> None:
+    pull = fetches.pulls.running.get(number)
+    ended(fetches, number, error, pull.generations if pull is not None else None, now)
 
 
-@bug(
-    "failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, DecodeSide, "pull_ended", seed=3
-)
-def _(ended: Wrong, side: DecodeSide, number: int, error: str | None, generations: Any, now: float) -> None:
-    pull = side._pulls.running.get(number)
+@bug("failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, Fetches, "pull_ended", seed=3)
+def _(
+    ended: Wrong, fetches: Fetches[Fetch], number: int, error: str | None, generations: Any, now: float
+) -> None:
+    pull = fetches.pulls.running.get(number)
     if error is not None and pull is not None:
         error, generations = None, pull.generations
-    ended(side, number, error, generations, now)
+    ended(fetches, number, error, generations, now)
 
 
-@bug("consumed-reference", "pages are read after their release (vLLM #52234, 3)", 25, DecodeSide, "_advance")
-def _(advance: Wrong, side: DecodeSide, handoff: Handoff, now: float) -> None:
-    advance(side, handoff, now)
-    if handoff.pull is not None and handoff.announced_all and handoff.first and not handoff.released:
-        handoff.released = True
-        side.effects.append(ReleaseLease(handoff.address, handoff.name))
+@bug("consumed-reference", "pages are read after their release (vLLM #52234, 3)", 25, Fetches, "advance")
+def _(advance: Wrong, fetches: Fetches[Fetch], fetch: Fetch, now: float) -> None:
+    advance(fetches, fetch, now)
+    if fetch.pull is not None and fetch.announced_all and fetch.done and not fetch.released:
+        fetch.released = True
+        fetches.effects.append(ReleaseLease(fetch.address, fetch.name))
 
 
 @bug("early-retired", "a step counts as retired when it is planned", 100, PrefillCore, "plan", seed=4)
 def _(plan: Wrong, core: PrefillCore, now: float) -> Step | None:
     step: Step | None = plan(core, now)
     if step is not None:
-        core.retire(step.plan.number)
+        core.shell.retire(step.plan.number)
     return step
 
 
@@ -176,16 +175,16 @@ def _(plan: Wrong, core: PrefillCore, now: float) -> Step | None:
     "unwaited",
     "pages announced ahead are pulled without waiting for their step",
     100,
-    DecodeSide,
+    Fetches,
     "_announced",
     seed=4,
 )
-def _(announced: Wrong, side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
-    announced(side, handoff, replace(chunk, step=0), now)
+def _(announced: Wrong, fetches: Fetches[Fetch], fetch: Fetch, chunk: ChunkAnnounced, now: float) -> None:
+    announced(fetches, fetch, replace(chunk, step=0), now)
 
 
-@bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, DecodeSide, "_stop", seed=244)
-def _(stop: Wrong, side: DecodeSide, pull: int, address: str) -> None:
+@bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, Fetches, "_stop", seed=244)
+def _(stop: Wrong, fetches: Fetches[Fetch], pull: int, address: str) -> None:
     pass
 
 
@@ -279,16 +278,16 @@ def _(leave: Wrong, cache: KvCacheManager, holding: BlockTable, pages: Sequence[
     "other-group",
     "pages are pulled into the tables of the wrong groups",
     25,
-    DecodeSide,
+    Fetches,
     "_announced",
     seed=3,
 )
-def _(announced: Wrong, side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
+def _(announced: Wrong, fetches: Fetches[Fetch], fetch: Fetch, chunk: ChunkAnnounced, now: float) -> None:
     if len(chunk.groups) > 1 and len(chunk.groups[0].pages) == len(chunk.groups[1].pages):
         one, other, *rest = chunk.groups
         swapped = replace(other, first=one.first), replace(one, first=other.first)
         chunk = replace(chunk, groups=(*swapped, *rest))
-    announced(side, handoff, chunk, now)
+    announced(fetches, fetch, chunk, now)
 
 
 @bug("lost-matcher", "a sequence that gets a slot begins its grammar anew", 25, StepBuilder, "_init_slot")

@@ -77,7 +77,7 @@ class SimCluster:
     @property
     def pulled_pages(self) -> int:
         decode = (process for process in self.processes.values() if isinstance(process, SimDecode))
-        return sum(process.handoffs.counters.pulled_pages for process in decode)
+        return sum(process.fetches.counters.pulled_pages for process in decode)
 
     def _at_rest(self) -> bool:
         return self.world.now > self.scenario.calm and self.ledger.complete and not self._busy()

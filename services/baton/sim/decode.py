@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from baton.config import DecodeConfig
-from baton.handoff.fetch import DecodeSide
-from baton.handoff.messages import DecodeEffect, StartPull
+from baton.handoff.fetch import Fetches
+from baton.handoff.messages import FetchEffect, StartPull
 from baton.rpc.errors import BatonError
 from baton.sim.network import Network, SimLink
 from baton.sim.prefill import SimPrefill
@@ -16,10 +16,10 @@ from baton.sim.tasks import sleep
 from baton.sim.transport import SimPull, SimReceiver
 from baton.sim.world import Violation
 from baton.v1 import common_pb2, decode_pb2
-from baton.worker.decode.core import DecodeCore
+from baton.worker.decode.core import DecodeCore, DecodeOutputs
 from baton.worker.decode.peers import PrefillPeer, PrefillPeers
+from baton.worker.decode.remote_prefill import Handoff
 from baton.worker.decode.shell import DecodeShell
-from baton.worker.decode.types import DecodeOutput
 
 
 class CheckedStream(VirtualDecodeStream):
@@ -76,12 +76,12 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
         self.start_steps()
 
     @property
-    def handoffs(self) -> DecodeSide:
-        return self.core.handoffs
+    def fetches(self) -> Fetches[Handoff]:
+        return self.core.fetches
 
     @property
     def busy(self) -> str:
-        held = (self.core.requests, self.core.handoffs.active, self.core.handoffs.pulls, len(self.flights))
+        held = (self.core.requests, len(self.fetches.running), len(self.fetches.pulls), len(self.flights))
         return "{} requests, {} hand-offs, {} pulls, {} steps".format(*held) if any(held) else ""
 
     def partner(self, address: str) -> SimPrefill | None:
@@ -93,7 +93,7 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
     def pulls_before_their_step(self) -> list[int]:
         """Numbers of the pulls that wait for the step which writes what they are to copy."""
         waiting = [pull.targets for pull in self.pulls if pull.waits]
-        running = self.core.handoffs._pulls.running
+        running = self.fetches.pulls.running
         return [number for number, pull in running.items() if set(pull.targets) in waiting]
 
     def check(self) -> None:
@@ -123,9 +123,7 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
         path = endpoints[0].shm.path
         return SimReceiver(self, address, self.network.segments[path] if path else None)
 
-    def _deliver(
-        self, step: int, outputs: list[tuple[Hashable, DecodeOutput]], effects: list[DecodeEffect]
-    ) -> None:
+    def _deliver(self, step: int, outputs: DecodeOutputs, effects: Sequence[FetchEffect]) -> None:
         if self.world.traced:
             for _, output in outputs:
                 self.world.note(self.who, f"says   {output}")
@@ -134,7 +132,7 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
         super()._deliver(step, outputs, effects)
 
 
-def _short(effect: DecodeEffect) -> str:
+def _short(effect: FetchEffect) -> str:
     """Without the whole request, for the trace."""
     text = f"{type(effect).__name__} {effect.address} {getattr(effect, 'name', '')}"
     return (

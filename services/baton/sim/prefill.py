@@ -6,13 +6,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 from baton.config import PrefillConfig
-from baton.handoff.lease import PrefillSide
 from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, LeaseFinished, PrefillOutput
 from baton.sim.network import Host, Network
 from baton.sim.process import Machine, Worker
 from baton.sim.streams import SimStreams, VirtualPrefillStream
 from baton.v1 import common_pb2
-from baton.worker.prefill.core import PrefillCore
+from baton.worker.prefill.core import PrefillCore, PrefillOutputs
 from baton.worker.prefill.shell import PrefillShell
 
 
@@ -31,18 +30,15 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
         self.start_steps()
 
     @property
-    def side(self) -> PrefillSide:
-        return self.core.side
-
-    @property
     def busy(self) -> str:
         """What it still holds, for messages; empty: nothing."""
-        held = (self.side.requests, len(self.flights), len(self.steps.pipeline.inbox))
+        held = (self.core.requests, len(self.flights), len(self.steps.pipeline.inbox))
         return "{} attempts, {} steps, {} calls".format(*held) if any(held) else ""
 
     def under_way(self) -> list[tuple[AttemptName, Host]]:
         """Attempts that have not ended, and the hosts at the other ends of their open streams."""
-        hosts = ((name, self._peer(holder)) for name, holder in self.side.under_way())
+        held = ((name, lease.holder) for name, lease in self.core.leases.running.items())
+        hosts = ((name, self._peer(holder)) for name, holder in held)
         return [(name, host) for name, host in hosts if host is not None]
 
     def _peer(self, holder: Hashable) -> Host | None:
@@ -62,12 +58,12 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
     def retire(self, step: int) -> None:
         self.pool.retire(step)
 
-    def _deliver(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
+    def _deliver(self, outputs: PrefillOutputs) -> None:
         if self.world.now < self.babbles_until:
             outputs = {holder: list(self._garbled(holder, sent)) for holder, sent in outputs.items()}
         self._send(outputs)
 
-    def _send(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
+    def _send(self, outputs: PrefillOutputs) -> None:
         if self.world.traced:
             for sent in outputs.values():
                 for output in sent:
@@ -100,5 +96,6 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
 
     def _names_elsewhere(self, holder: Hashable) -> list[AttemptName]:
         """Hand-offs of the node at the other end that other prefill nodes compute."""
-        handoffs = getattr(self._peer(holder), "handoffs", None)
-        return [name for name, address, _ in handoffs.under_way() if address != self.name] if handoffs else []
+        fetches = getattr(self._peer(holder), "fetches", None)
+        running = fetches.running.values() if fetches is not None else ()
+        return [fetch.name for fetch in running if fetch.address != self.name]

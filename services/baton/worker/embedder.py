@@ -27,7 +27,8 @@ from baton.rpc.errors import (
 from baton.rpc.message_size import check_embeddings
 from baton.rpc.validate import check_enums, check_token_ids
 from baton.v1 import embed_pb2, node_pb2
-from baton.worker.shell import Steps, WorkerCore
+from baton.worker.core import WorkerCore
+from baton.worker.shell import Steps
 
 MAX_PROMPTS = 256
 """Most prompts of a call."""

@@ -6,37 +6,17 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from baton.config import WorkerConfig
-from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.step_loop import Core
-from baton.engine.step_stats import StepStats
+from baton.engine.scheduler import SchedulerConfig
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, unavailable
 from baton.tracing.recorder import Recorder
 from baton.transport import Receiver
 from baton.v1 import common_pb2, node_pb2
+from baton.worker.core import WorkerCore
 
 LOST_SECONDS = 1.0
 """How long the step thread of rank 0 has to notice by itself that another rank has ended."""
-
-
-class WorkerCore(Core, Protocol):
-    """What the shell needs of a core besides the step loop's interface."""
-
-    @property
-    def scheduler(self) -> Scheduler: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def step_stats(self) -> StepStats: ...
-
-    def page_uses(self) -> bytearray:
-        """A kvcache.page_map.PageUse for each page of the pool."""
-
-    def node_failed(self, message: str) -> None:
-        """Sends callers the failures of requests that may have ended the process."""
 
 
 C = TypeVar("C", bound=WorkerCore)
@@ -109,6 +89,10 @@ class WorkerShell(Generic[C]):
     def requests(self) -> int:
         """How many requests the node holds in any state."""
         return self.core_or_none.requests if self.core_or_none is not None else 0
+
+    def retire(self, step: int) -> None:
+        """Called in the step thread: tells receivers that see this node's memory of a retired step."""
+        raise NotImplementedError
 
     def observe(self) -> None:
         """Called in the step thread after each flush."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
@@ -23,13 +23,15 @@ from baton.engine.request import (
 from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
 from baton.engine.step_stats import StepStats
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
-from baton.handoff.fetch import DecodeSide
-from baton.handoff.messages import AttemptName, DecodeEffect, HandoffNames, PrefillOutput, ReleaseLease
+from baton.handoff.fetch import Fetches
+from baton.handoff.messages import PrefillOutput, ReleaseLease
 from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import TOKENS_EVERY, EventKind, Recorder
+from baton.worker.core import CoreShell
 from baton.worker.decode.admission_control import AdmissionControl
 from baton.worker.decode.prompt_routing import LOCAL_PREFILL_TOKENS, PromptRouting, Unroutable
+from baton.worker.decode.remote_prefill import Handoff, RemotePrefill
 from baton.worker.decode.request_recording import RequestRecording
 from baton.worker.decode.suspects import SuspectTurns
 from baton.worker.decode.types import (
@@ -45,18 +47,18 @@ from baton.worker.decode.types import (
     TokensOutput,
 )
 
-DecodeFlush = Callable[[int, list[tuple[Hashable, DecodeOutput]], list[DecodeEffect]], None]
+DecodeOutputs = list[tuple[Hashable, DecodeOutput]]
+"""Outputs with their callers."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeCore:
-    """Driven by a step loop; `flush_to` passes outputs and effects to the shell."""
+    """Driven by a step loop."""
 
     cache: KvCacheManager
     scheduling: SchedulerConfig
     config: DecodeConfig
-    flush_to: DecodeFlush
-    observe: Callable[[], None] = lambda: None
+    shell: CoreShell[DecodeOutputs]
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
     page_bytes: int = 0
     """Bytes of a page, for the recorder."""
@@ -64,13 +66,13 @@ class DecodeCore:
     peers: dict[str, Peer] = field(default_factory=dict)
     counters: DecodeCounters = field(default_factory=DecodeCounters)
     scheduler: Scheduler = field(init=False)
-    handoffs: DecodeSide = field(init=False)
+    handoffs: RemotePrefill = field(init=False)
+    fetches: Fetches[Handoff] = field(init=False)
     routing: PromptRouting = field(init=False)
     suspects: SuspectTurns = field(init=False)
-    _outputs: list[tuple[Hashable, DecodeOutput]] = field(default_factory=list)
-    _admitted: list[tuple[Hashable, DecodeOutput]] = field(default_factory=list)
+    _outputs: DecodeOutputs = field(default_factory=list)
+    _admitted: DecodeOutputs = field(default_factory=list)
     """Apart from the outputs: no launch waits for them (`pressing`)."""
-    _names: HandoffNames = field(default_factory=HandoffNames)
     _now: float = 0.0
     overload: AdmissionControl = field(init=False)
     recording: RequestRecording = field(init=False)
@@ -81,21 +83,12 @@ class DecodeCore:
             self.cache,
             self.scheduling,
             self._route,
-            lambda leader: self.routing.abandon(leader),
+            lambda leader: self.handoffs.abandon(leader),
             record=self._scheduled,
             ask_turn=lambda request: self.suspects.ask(self.unfinished[request.key]),  # type: ignore[index]
         )
-        self.handoffs = DecodeSide(
-            self.scheduler,
-            silence=self.config.handoff_seconds,
-            pull_seconds=self.config.pull_seconds,
-            name_of=self._name,
-            pulled=self._pulled,
-            failed=self._handoff_failed,
-            failed_late=lambda *ended: self.routing.failed_late(*ended),
-            unanswered=lambda *told: self.routing.unanswered(self._now, *told),
-            record=self.recording.pulled,
-        )
+        self.handoffs = RemotePrefill(self.config, self.scheduler, self.unfinished, self.recording)
+        self.fetches = self.handoffs.fetches
         self.routing = PromptRouting(self.config, self.peers, self.unfinished, self.scheduler, self.handoffs)
         self.overload = AdmissionControl(self.scheduler)
         self.suspects = SuspectTurns(lambda *turn: self._outputs.append(turn))
@@ -111,14 +104,14 @@ class DecodeCore:
     def page_uses(self) -> bytearray:
         """A PageUse for each page of the pool."""
         uses = self.cache.states()
-        mark(uses, self.handoffs.pulled_pages(), PageUse.PULLING)
+        mark(uses, self.fetches.pulls.targets(), PageUse.PULLING)
         return uses
 
     @property
     def expecting(self) -> bool:
         """Whether warm-up launches make sense now. Never while a prefill node shares this GPU: the GPU
         switches between the two processes, and warm-up work would take time from the prompt."""
-        if not self.handoffs.expecting:
+        if not self.fetches.expecting:
             return False
         return not any(peer.up and peer.shares_gpu for peer in self.peers.values())
 
@@ -126,7 +119,7 @@ class DecodeCore:
     def pressing(self) -> bool:
         """Whether something must be sent before the next launch. Releases that no request waits for can be
         sent later: sending one would delay the launch that uses its pages."""
-        effects = self.handoffs.effects
+        effects = self.fetches.effects
         idle = all(isinstance(effect, ReleaseLease) and not effect.awaited for effect in effects)
         return bool(self._outputs or self.scheduler.events or not idle)
 
@@ -209,23 +202,19 @@ class DecodeCore:
 
     def receive(self, address: str, messages: Iterable[PrefillOutput], now: float) -> None:
         """What a prefill node says; nothing but that its step thread is alive, perhaps."""
-        self.handoffs.note_alive(address, now)
+        self.fetches.note_alive(address, now)
         for message in messages:
             self.handoffs.receive(address, message, now)
 
     def peer_changed(self, address: str, peer: Peer, reason: str) -> None:
         self.peers[address] = peer
         if not peer.up:
-            self._peer_down(address, reason)
+            self.handoffs.peer_down(address, reason)
 
     def forget_peer(self, address: str) -> None:
         """No recent request names the node; its connection has been closed."""
         self.peers.pop(address, None)
-        self._peer_down(address, "no longer in use")
-
-    def _peer_down(self, address: str, reason: str) -> None:
-        self.handoffs.peer_down(address, reason)
-        self.routing.peer_down(address)
+        self.handoffs.peer_down(address, "no longer in use")
 
     # --- the step loop ----------------------------------------------------------------------------------
 
@@ -233,7 +222,7 @@ class DecodeCore:
         self._now = now
         for state in [r for r in self.unfinished.values() if r.request.deadline <= now]:
             self._fail(state, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
-        self.handoffs.tick(now)
+        self.fetches.tick(now)
         for sequence, late in self.overload.late(now):
             self.counters.refused += 1
             text = f"too busy: the request would end {late:.1f} s after its deadline; ask again later"
@@ -277,12 +266,12 @@ class DecodeCore:
         if first_tokens:
             # One value a step: many requests that waited through the same stall are one accident.
             self.overload.first_token.add(sum(first_tokens) / len(first_tokens))
-        if self._outputs or self._admitted or self.handoffs.effects:
+        if self._outputs or self._admitted or self.fetches.effects:
             outputs, self._outputs = [*self._admitted, *self._outputs], []
             self._admitted.clear()
-            effects, self.handoffs.effects = self.handoffs.effects, []
-            self.flush_to(step, outputs, effects)
-        self.observe()
+            effects, self.fetches.effects = self.fetches.effects, []
+            self.shell.send(step, outputs, effects)
+        self.shell.observe()
 
     def _take_event(self, state: DecodeRequest, event: EngineEvent, first_tokens: list[float]) -> None:
         """Adds to `first_tokens` the seconds that the first token of a request took."""
@@ -339,20 +328,6 @@ class DecodeCore:
             self._fail(state, end.code, end.reason, end.message)
             return PromptRoute.DEFER
 
-    def _name(self, leader: Sequence, address: str) -> AttemptName:
-        state = self._state(leader)
-        name = self._names.next(state.gateway, state.key.request, state.attempt, in_use=self.handoffs.knows)
-        self.recording.sent(name, address)
-        return name
-
-    def _pulled(self, leader: Sequence, pages: int) -> None:
-        self._state(leader).pulled_pages += pages
-
-    def _handoff_failed(self, leader: Sequence, address: str, reason: str, message: str) -> None:
-        state = self._state(leader)
-        self.recording.add(state, EventKind.RETRIED, text=reason)
-        state.handoff_failed(address, reason, message)
-
     def _state(self, leader: Sequence) -> DecodeRequest:
         return self.unfinished[leader.request.key]  # type: ignore[index]
 
@@ -363,17 +338,17 @@ class DecodeCore:
         may be the cause. Changes nothing else, because the state cannot be relied on."""
         scheduler = self.scheduler
         waiting = {each.request for each in scheduler.waiting if not scheduler.in_flight(each)}
-        failed: list[tuple[Hashable, DecodeOutput]] = []
+        failed: DecodeOutputs = []
         for state in self.unfinished.values():
             if state.request not in waiting:
                 words = state.step_failed("NODE_FAILED", message)
                 failed.append((state.key.caller, FailedOutput(state.key.request, state.attempt, *words)))
-        self.flush_to(0, failed, [])
+        self.shell.send(0, failed, [])
 
     def _remove(self, state: DecodeRequest) -> None:
         """The request has ended."""
         self.unfinished.pop(state.key, None)
-        self.routing.ended(state)
+        self.handoffs.ended(state)
         self.suspects.ended(state)
 
     def _fail(

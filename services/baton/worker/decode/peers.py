@@ -10,7 +10,7 @@ import grpc
 
 from baton.config import DecodeConfig
 from baton.handoff.fetch import HEARTBEAT_SECONDS
-from baton.handoff.messages import AttemptName, Beat, CancelPrefill, DecodeEffect, StartPull, StopPull
+from baton.handoff.messages import AttemptName, Beat, CancelPrefill, FetchEffect, StartPull, StopPull
 from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.logs import get_logger
@@ -125,7 +125,7 @@ class PrefillPeers:
             missing = [address for address, peer in self._peers.items() if not peer.usable.is_set()]
             _log.warning("prefill nodes not reached; their prompts go elsewhere", missing=missing)
 
-    def perform(self, effects: Sequence[DecodeEffect]) -> None:
+    def perform(self, effects: Sequence[FetchEffect]) -> None:
         """Executes effects of the core. A message to a lost peer is dropped: the core learns of the loss.
 
         Cancels go last, so that no message about an attempt follows its cancel.
@@ -179,7 +179,7 @@ class PrefillPeer:
         error = self.link.last_error
         return error.message if error is not None else "not connected yet"
 
-    def send(self, effect: DecodeEffect) -> None:
+    def send(self, effect: FetchEffect) -> None:
         """Every heartbeat is answered. If answers are missing, the connection may be at fault. It is closed
         shortly before the hand-offs time out, so that no prompt goes there until it is reopened."""
         if isinstance(effect, Beat):
@@ -225,7 +225,7 @@ class PrefillPeer:
         self.usable.set()
         if welcome.lease_grace_ms:
             grace = welcome.lease_grace_ms / 1000
-            self._node.steps.call(lambda core, now: core.handoffs.shorten_beat(grace))
+            self._node.steps.call(lambda core, now: core.fetches.shorten_beat(grace))
         shares_gpu = share_gpu(self._node.endpoints(), welcome.endpoints)
         peer = Peer(
             up=True,
@@ -319,4 +319,4 @@ class PullTask:
     def _report(self, error: str | None, generations: list[int] | None) -> None:
         self._reported = True
         number = self._effect.pull
-        self._call(lambda core, now: core.handoffs.pull_ended(number, error, generations, now))
+        self._call(lambda core, now: core.fetches.pull_ended(number, error, generations, now))

@@ -7,17 +7,14 @@ from dataclasses import dataclass, field
 from baton.config import DecodeConfig
 from baton.engine.request import Sequence
 from baton.engine.scheduler import PromptRoute, Scheduler
-from baton.handoff.fetch import DecodeSide
-from baton.handoff.messages import AttemptName
-from baton.worker.decode.types import MAX_FAILED_STEPS, STEP_FAILURES, DecodeRequest, Key, Peer, repeated
+from baton.worker.decode.remote_prefill import RemotePrefill
+from baton.worker.decode.types import MAX_FAILED_STEPS, DecodeRequest, Key, Peer, repeated
 
 LOCAL_PREFILL_TOKENS = 32
 """Prompts with at most this many uncached tokens are computed here if neither caller nor configuration sets a
 limit."""
 CONNECT_SECONDS = 2.0
 """How long a prompt waits for a connection to a prefill node that is being opened."""
-CANCEL_SECONDS = 2.0
-"""How long a prompt waits for a prefill node to answer the cancel of a hand-off that failed on this side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +31,15 @@ class PromptRouting:
     """A request that ends nodes must end as few as possible. So its prompt is in steps of one node at a time:
     until a prefill node has answered the cancel of a hand-off, a step with the prompt may be in flight there.
     After a retraction the prompt goes to that node again; after a failure, such as pages that could not be
-    pulled, it waits for the answer, not longer than CANCEL_SECONDS."""
+    pulled, it waits for the answer, not for long (RemotePrefill)."""
 
     config: DecodeConfig
     peers: dict[str, Peer]
     unfinished: dict[Key, DecodeRequest]
     scheduler: Scheduler
-    handoffs: DecodeSide
+    handoffs: RemotePrefill
     chosen: dict[Sequence, str] = field(default_factory=dict)
     """Prefill node of each sequence that is being admitted."""
-    given_up: dict[AttemptName, tuple[DecodeRequest, str, float]] = field(default_factory=dict)
-    """Hand-offs of unfinished requests that were given up and whose node (its address) has not answered, and
-    until when the prompt waits for that."""
 
     def route(self, leader: Sequence, uncached: int, now: float) -> PromptRoute:
         """Chooses the first candidate, in the caller's order, that is connected and has not failed this
@@ -54,7 +48,7 @@ class PromptRouting:
         state.address, state.fallback = "", False
         if state.request.failed_steps >= MAX_FAILED_STEPS:
             raise Unroutable("INTERNAL", "REPEATED_STEP_FAILURE", repeated(state.last_failure))
-        if any(each is state and now < until for each, _, until in self.given_up.values()):
+        if self.handoffs.awaits_answer(state, now):
             return PromptRoute.DEFER
         if state.request.suspect:
             return PromptRoute.LOCAL  # it ends one process at most
@@ -68,7 +62,7 @@ class PromptRouting:
             peer = self.peers[address]
             if peer.up and state.request.grammar is not None and not peer.grammars:
                 continue
-            if peer.up and address not in self.handoffs.overdue:
+            if peer.up and address not in self.handoffs.fetches.pulls.overdue:
                 if self.scheduler.in_flight(leader):
                     return PromptRoute.DEFER
                 state.address = self.chosen[leader] = address
@@ -95,33 +89,4 @@ class PromptRouting:
             address = self.chosen.get(sequence) or self.handoffs.address_of(sequence)
             if address:
                 return address
-        return next((at for each, at, until in self.given_up.values() if each is state and not until), "")
-
-    def abandon(self, leader: Sequence) -> None:
-        """The scheduler gives the hand-off up: the request has ended, or it is retracted."""
-        handoff = self.handoffs.abandon(leader)
-        state = self.unfinished.get(leader.request.key)  # type: ignore[call-overload]
-        if handoff is not None and state is not None:
-            name, address = handoff
-            self.given_up[name] = state, address, 0.0
-
-    def unanswered(self, now: float, leader: Sequence, name: AttemptName, address: str) -> None:
-        """The hand-off has failed here; its node is told."""
-        self.given_up[name] = self.unfinished[leader.request.key], address, now + CANCEL_SECONDS  # type: ignore[index]
-
-    def failed_late(self, name: AttemptName, address: str, reason: str) -> None:
-        """The node at `address` says how a hand-off ended that had ended here. A step that failed with one
-        that was given up counts: else the request would go there again."""
-        state, asked, _ = self.given_up.get(name, (None, "", 0.0))
-        if state is not None and asked == address:
-            del self.given_up[name]
-            if reason in STEP_FAILURES:
-                state.count_try(address, reason)
-
-    def peer_down(self, address: str) -> None:
-        """It will answer nothing more."""
-        self.given_up = {name: each for name, each in self.given_up.items() if each[1] != address}
-
-    def ended(self, state: DecodeRequest) -> None:
-        """The request has ended."""
-        self.given_up = {name: each for name, each in self.given_up.items() if each[0] is not state}
+        return self.handoffs.given_up_at(state)

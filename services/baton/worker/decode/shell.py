@@ -7,17 +7,17 @@ from dataclasses import asdict, replace
 
 from baton.config import DecodeConfig
 from baton.engine.request import EngineRequest
-from baton.handoff.messages import DecodeEffect
+from baton.handoff.messages import FetchEffect
 from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, invalid, unavailable
 from baton.rpc.validate import check_token_ids
 from baton.tracing.recorder import EventKind
 from baton.v1 import decode_pb2, node_pb2
 from baton.worker.convert import check_start, delivered_from, request_from, sampling_from
-from baton.worker.decode.core import DecodeCore
+from baton.worker.decode.core import DecodeCore, DecodeOutputs
 from baton.worker.decode.peers import PrefillLink, PrefillPeer, PrefillPeers
 from baton.worker.decode.stream import DecodeStream, add_output
-from baton.worker.decode.types import DecodeOutput, Key
+from baton.worker.decode.types import Key
 from baton.worker.shell import WorkerShell
 
 DRAINING = decode_pb2.DecodeEvent(draining=decode_pb2.DecodeDraining())
@@ -38,9 +38,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
             output_margin=config.output_margin,
             watermark=int(cache.counts().total * config.watermark),
         )
-        return DecodeCore(
-            cache, scheduling, config, self._flush, self.observe, self.recorder, self.page_bytes
-        )
+        return DecodeCore(cache, scheduling, config, self, self.recorder, self.page_bytes)
 
     def make_link(self, address: str, peer: PrefillPeer) -> PrefillLink:
         """A stream to a prefill node, not yet started."""
@@ -62,14 +60,10 @@ class DecodeShell(WorkerShell[DecodeCore]):
 
     # --- what the core has decided ----------------------------------------------------------------------
 
-    def _flush(
-        self, step: int, outputs: list[tuple[Hashable, DecodeOutput]], effects: list[DecodeEffect]
-    ) -> None:
+    def send(self, step: int, outputs: DecodeOutputs, effects: Sequence[FetchEffect]) -> None:
         self.post(self._deliver, step, outputs, effects)
 
-    def _deliver(
-        self, step: int, outputs: list[tuple[Hashable, DecodeOutput]], effects: list[DecodeEffect]
-    ) -> None:
+    def _deliver(self, step: int, outputs: DecodeOutputs, effects: Sequence[FetchEffect]) -> None:
         messages: dict[Hashable, decode_pb2.StepEvents] = {}
         for caller, output in outputs:
             message = messages.get(caller)
@@ -204,7 +198,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
 
     def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
         yield from super().problems(load)
-        overdue = self.core_or_none.handoffs.overdue if self.core_or_none is not None else []
+        overdue = self.core_or_none.fetches.pulls.overdue if self.core_or_none is not None else []
         if overdue:
             text = f"a copy of pages from {', '.join(overdue)} has been running for more than "
             text += f"{self.config.pull_seconds:g} s"
@@ -220,12 +214,13 @@ class DecodeShell(WorkerShell[DecodeCore]):
         core = self.core_or_none
         if core is not None:
             load.requests = self.requests
-            load.handing_off = core.handoffs.active
-            load.pulls = core.handoffs.pulls
-            load.pulled_pages = core.handoffs.counters.pulled_pages
-            load.pulled_bytes = core.handoffs.counters.pulled_pages * self.page_bytes
+            fetches = core.fetches
+            load.handing_off = len(fetches.running)
+            load.pulls = len(fetches.pulls)
+            load.pulled_pages = fetches.counters.pulled_pages
+            load.pulled_bytes = fetches.counters.pulled_pages * self.page_bytes
             # Copied in one call, because the step thread may add reasons meanwhile.
-            load.handoff_retry_reasons.update(dict(core.handoffs.counters.retries))
+            load.handoff_retry_reasons.update(dict(fetches.counters.retries))
             load.handoff_retries = sum(load.handoff_retry_reasons.values())
             load.messages = self.messages
             load.MergeFrom(node_pb2.Load(**asdict(core.counters)))

@@ -1,4 +1,15 @@
-"""Drives the prefill side of the hand-off from the step loop."""
+"""The pure core of a prefill node: computes prompts for holders and lends them the pages.
+
+    start -> queued -> computing -> complete -> released
+                 \\         \\            \\
+                  +---------+------------+--> failed: see handoff.lease
+
+A cancelled prompt gives up its pages at once. If a step with it is in flight, the answer waits for the step:
+it may fail, and the holder must know that the prompt was in it.
+
+Pages are announced once the step that writes them has retired; to holders that can wait for that themselves
+(`ahead`) when it is planned, with its number, and cached ones, which are final, at once.
+"""
 
 from __future__ import annotations
 
@@ -9,65 +20,68 @@ from dataclasses import dataclass, field, replace
 from baton.config import PrefillConfig
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
+from baton.engine.request import (
+    ChunkEvent,
+    EngineRequest,
+    FailedEvent,
+    PromptEvent,
+    Refused,
+    SequencePhase,
+    TokenEvent,
+)
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_stats import StepStats
-from baton.handoff.lease import PrefillSide
-from baton.handoff.messages import Alive, PrefillOutput
+from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
+from baton.handoff.lease import Leases
+from baton.handoff.messages import Alive, AttemptName, FirstSampled, PrefillOutput
 from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
-from baton.tracing.recorder import Recorder
+from baton.tracing.recorder import EventKind, Recorder
+from baton.worker.core import CoreShell
+from baton.worker.prefill.attempt import Attempt, CancelledInFlight, PrefillCounters
 
 FULL_STEP = 1024
 """Tokens from which on a GPU's time per token no longer falls (measured on an H200, 8B)."""
 
 
-PrefillFlush = Callable[[dict[Hashable, list[PrefillOutput]]], None]
+PrefillOutputs = dict[Hashable, list[PrefillOutput]]
 """Outputs by holder; an empty list answers a heartbeat."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillCore:
-    """Driven by a step loop. `flush_to` passes outputs to the shell; `observe` is called after it.
-    `retire` publishes the number of a retired step to receivers before anything else."""
+    """Driven by a step loop."""
 
     cache: KvCacheManager
     config: SchedulerConfig
     lease_grace: float
     max_leased_pages: int
-    flush_to: PrefillFlush
-    retire: Callable[[int], None]
-    observe: Callable[[], None] = lambda: None
+    shell: CoreShell[PrefillOutputs]
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
+    counters: PrefillCounters = field(default_factory=PrefillCounters)
     scheduler: Scheduler = field(init=False)
-    side: PrefillSide = field(init=False)
+    leases: Leases[Attempt] = field(init=False)
     step_stats: StepStats = field(init=False)
+    _cancelled: CancelledInFlight = field(default_factory=CancelledInFlight)
     _presses: bool = False
     _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = replace(self.config, prompt_only=True)
-        self.scheduler = Scheduler(
-            self.cache,
-            config,
-            may_admit=lambda request: self.side.may_admit(request),
-            record=lambda request, kind, number, step: self.side.record(request, kind, number, step),
-        )
-        self.side = PrefillSide(
-            self.scheduler,
-            lease_grace=self.lease_grace,
-            max_leased_pages=self.max_leased_pages,
-            recorder=self.recorder,
+        self.scheduler = Scheduler(self.cache, config, may_admit=self.may_admit, record=self._record)
+        self.leases = Leases(
+            self.cache, grace=self.lease_grace, max_pages=self.max_leased_pages, recorder=self.recorder
         )
         self.step_stats = StepStats(config.token_budget)
 
     @property
     def requests(self) -> int:
-        return self.side.requests
+        return len(self.leases.running)
 
     def page_uses(self) -> bytearray:
         """A PageUse for each page of the pool."""
         uses = self.cache.states()
-        mark(uses, self.side.leased_pages(), PageUse.LEASED)
+        mark(uses, self.leases.pages(), PageUse.LEASED)
         return uses
 
     @property
@@ -81,54 +95,190 @@ class PrefillCore:
         have as long as their step takes."""
         return self._presses
 
+    # --- what holders ask; heartbeats and releases are the leases' ---------------------------------------
+
+    def start(
+        self,
+        holder: Hashable,
+        name: AttemptName,
+        request: EngineRequest,
+        keep_pages: bool,
+        now: float,
+        ahead: bool = False,
+    ) -> None:
+        """Raises nothing."""
+        attempt = Attempt(
+            name=name,
+            holder=holder,
+            tokens=len(request.sequences[0].tokens),
+            deadline=request.deadline,
+            request=request,
+            scheduler=self.scheduler,
+            keep_pages=keep_pages,
+            ahead=ahead,
+        )
+        if not self.leases.begin(attempt, now):
+            return
+        try:
+            self.scheduler.submit(request)
+        except Refused as refusal:
+            code = "INVALID_ARGUMENT" if refusal.field else "RESOURCE_EXHAUSTED"
+            self.leases.fail(attempt, code, refusal.reason, refusal.message)
+            return
+        self.counters.prompt_tokens += len(request.prompt)
+
+    def compiled(
+        self, name: AttemptName, request: EngineRequest, outcome: CompiledGrammar | GrammarError
+    ) -> None:
+        """Its grammar, or why there is none. The attempt may have ended meanwhile."""
+        attempt = self.leases.running.get(name)
+        if attempt is None or attempt.request is not request:
+            return
+        if isinstance(outcome, GrammarError):
+            words = ("INVALID_ARGUMENT", "INVALID_GRAMMAR")
+            if isinstance(outcome, GrammarBusy):
+                words = ("RESOURCE_EXHAUSTED", "GRAMMARS_BUSY")
+            self.leases.fail(attempt, *words, str(outcome))
+        else:
+            request.grammar = outcome
+
+    def cancel(self, holder: Hashable, name: AttemptName) -> None:
+        attempt = self.leases.cancel(holder, name)
+        if attempt is not None and not self._cancelled.hold(attempt):
+            self._answer_cancelled(attempt)
+
+    def _answer_cancelled(self, attempt: Attempt) -> None:
+        self.leases.say_failed(attempt, "CANCELLED", "CANCELLED", "cancelled by its holder")
+
+    def disconnect(self, holder: Hashable) -> None:
+        """The holder's stream has ended: drops everything that it held, without a message."""
+        self.leases.disconnect(holder)
+        self._cancelled.forget(holder)
+
+    def holds(self, holder: Hashable) -> bool:
+        """Whether the holder has an attempt here, or is still to be told of the end of one."""
+        return self.leases.holds(holder) or any(each.holder == holder for each in self._cancelled)
+
     def close_when_idle(self, holder: Hashable, close: Callable[[], None]) -> None:
         """Calls `close` once the holder has no attempt left."""
         self._closing[holder] = close
 
+    # --- the step loop ----------------------------------------------------------------------------------
+
     def tick(self, now: float) -> None:
-        self.side.tick(now)
+        self.leases.tick(now)
+        waits = any(not sequence.request.awaits_grammar for sequence in self.scheduler.waiting)
+        self.leases.revoke_under_pressure(waits and not self.scheduler.prompts, now)
 
     def admit(self, now: float) -> None:
         """Does nothing: while a prompt waits for room in a step, more of it may be cached."""
 
     def plan(self, now: float) -> Step | None:
-        self._presses = bool(self.side.outputs)
-        step = self.side.plan(now)
-        if step is not None:
-            self.step_stats.planned(step, now)
+        self._presses = bool(self.leases.outputs)
+        step = self.scheduler.plan()
+        if step is None:
+            return None
+        self._cancelled.launched(step)
+        for record in step.records:
+            attempt = self._attempt_of(record.sequence.request)
+            if attempt is not None and attempt.ahead:
+                leader = record.sequence
+                if leader.retired:
+                    self.leases.announce(attempt, leader.retired, False, now)
+                self.leases.announce(attempt, record.end, bool(record.targets), now, step.plan.number)
+        self.step_stats.planned(step, now)
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
-        self.retire(step.plan.number)
+        self.shell.retire(step.plan.number)  # before anything else: receivers wait for it
         self.step_stats.ended(step, now)
-        self.side.commit(step, result, now)
+        self.scheduler.commit(step, result)
+        self._take_events(now)
+        for attempt in self._cancelled.ended(step):
+            self._answer_cancelled(attempt)
 
     def fail_step(self, step: Step, message: str) -> None:
         # The step is never retired: its prompts fail, which stops the pulls that wait for it.
         self.step_stats.failed(step)
-        self.side.fail_step(step, message)
+        self.scheduler.fail_step(step, message)
+        self._take_events(0.0)
+        for attempt in self._cancelled.ended(step, failed=True):
+            self.leases.say_failed(attempt, "UNAVAILABLE", "STEP_FAILED", message)
 
     def node_failed(self, message: str) -> None:
-        self.side.outputs.clear()
-        self.side.node_failed(message)
-        self._flush_outputs()
+        """An error has escaped the core, and the process ends: fails the prompts that were being computed.
+        Changes nothing else, because the state cannot be relied on."""
+        self.leases.outputs.clear()
+        attempts = self.leases.running.values()
+        computed = [a for a in attempts if a.request.sequences[0].phase is SequencePhase.PROMPT]
+        for attempt in computed + self._cancelled:
+            self.leases.say_failed(attempt, "UNAVAILABLE", "NODE_FAILED", message)
+        self._send_outputs(0)
 
     def flush(self, step: int) -> None:
-        self._flush_outputs()
-        for holder in [h for h in self._closing if not self.side.holds(h)]:
+        self._send_outputs(step)
+        for holder in [h for h in self._closing if not self.holds(h)]:
             self._closing.pop(holder)()
-        self.observe()
+        self.shell.observe()
 
-    def _flush_outputs(self) -> None:
-        if not self.side.outputs:
+    def _send_outputs(self, step: int) -> None:
+        if not self.leases.outputs:
             return
-        outputs, self.side.outputs = self.side.outputs, []
-        by_holder: dict[Hashable, list[PrefillOutput]] = {}
+        outputs, self.leases.outputs = self.leases.outputs, []
+        by_holder: PrefillOutputs = {}
         for holder, output in outputs:
             messages = by_holder.setdefault(holder, [])
             if not isinstance(output, Alive):
                 messages.append(output)
-        self.flush_to(by_holder)
+        self.shell.send(step, by_holder, ())
+
+    # --- what the scheduler says ------------------------------------------------------------------------
+
+    def may_admit(self, request: EngineRequest) -> bool:
+        """Whether the holder's finished but unpulled prompts leave room for another."""
+        attempt = self._attempt_of(request)
+        return attempt is None or self.leases.may_lend(attempt.holder)
+
+    def _record(self, request: EngineRequest, kind: EventKind, number: int, step: int) -> None:
+        if isinstance(request.key, AttemptName):
+            self.leases.note(request.key, kind, number, step)
+
+    def _attempt_of(self, request: EngineRequest) -> Attempt | None:
+        return self.leases.running.get(request.key) if isinstance(request.key, AttemptName) else None
+
+    def _take_events(self, now: float) -> None:
+        for event in self.scheduler.take_events():
+            request = event.sequence.request if isinstance(event, ChunkEvent | TokenEvent) else event.request
+            attempt = self._attempt_of(request)
+            if attempt is None:
+                continue
+            if isinstance(event, FailedEvent):
+                code = "INTERNAL" if event.reason == "BAD_LOGITS" else "UNAVAILABLE"
+                self.leases.fail(attempt, code, event.reason, event.message)
+            elif isinstance(event, ChunkEvent):
+                leader = event.sequence
+                if not attempt.ahead:
+                    last = leader.phase is SequencePhase.LEASED
+                    self.leases.announce(attempt, leader.retired, last, now)
+            elif isinstance(event, TokenEvent):
+                self._first_token(attempt, event, now)
+            elif isinstance(event, PromptEvent):
+                self.counters.cached_tokens += request.cached_tokens or 0
+
+    def _first_token(self, attempt: Attempt, event: TokenEvent, now: float) -> None:
+        request = attempt.request
+        attempt.first.append((event.token, event.logprobs))
+        if len(attempt.first) < request.n:
+            return
+        self.counters.output_tokens += request.n
+        holding = request.sequences[0].holding
+        self.leases.complete(attempt, holding.held if holding is not None else 0, now)
+        first = FirstSampled(
+            attempt.name, tuple(attempt.first), request.cached_tokens or 0, tuple(request.prompt_logprobs)
+        )
+        self.leases.outputs.append((attempt.holder, first))
+        if not attempt.keep_pages:
+            self.leases.finish(attempt)
 
 
 def make_core(
@@ -136,9 +286,7 @@ def make_core(
     limits: SchedulerConfig,
     device: str,
     cache: KvCacheManager,
-    flush_to: PrefillFlush,
-    retire: Callable[[int], None],
-    observe: Callable[[], None] = lambda: None,
+    shell: CoreShell[PrefillOutputs],
     recorder: Recorder | None = None,
 ) -> PrefillCore:
     """Makes the core of a node with this configuration. `limits`: limits of the engine; the other limits
@@ -150,5 +298,5 @@ def make_core(
         full_step=sys.maxsize if device == "cpu" else FULL_STEP,
     )
     leased = int(cache.counts().total * config.max_leased_fraction)
-    grace, recorder = config.lease_grace_seconds, recorder or Recorder(0)
-    return PrefillCore(cache, scheduling, grace, leased, flush_to, retire, observe, recorder)
+    grace = config.lease_grace_seconds
+    return PrefillCore(cache, scheduling, grace, leased, shell, recorder or Recorder(0))

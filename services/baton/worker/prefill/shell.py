@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
 
 from baton.config import PrefillConfig
 from baton.handoff.messages import (
     ChunkAnnounced,
+    FetchEffect,
     FirstSampled,
     LeaseFinished,
     PrefillFailed,
@@ -32,7 +34,7 @@ from baton.worker.convert import (
     sampling_from,
     status_of,
 )
-from baton.worker.prefill.core import PrefillCore, make_core
+from baton.worker.prefill.core import PrefillCore, PrefillOutputs, make_core
 from baton.worker.shell import WorkerShell
 
 
@@ -96,14 +98,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
     config: PrefillConfig
 
     def make_core(self, cache: KvCacheManager) -> PrefillCore:
-        limits = self.limits()
-        return make_core(
-            self.config, limits, self.device, cache, self._flush, self.retire, self.observe, self.recorder
-        )
-
-    def retire(self, step: int) -> None:
-        """Called in the step thread: tells receivers that see this node's memory of a retired step."""
-        raise NotImplementedError
+        return make_core(self.config, self.limits(), self.device, cache, self, self.recorder)
 
     def make_stream(self, incarnation: int) -> PrefillStream:
         """For a caller that has connected."""
@@ -111,10 +106,10 @@ class PrefillShell(WorkerShell[PrefillCore]):
 
     # --- what the core has decided ----------------------------------------------------------------------
 
-    def _flush(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
+    def send(self, step: int, outputs: PrefillOutputs, effects: Sequence[FetchEffect]) -> None:
         self.post(self._deliver, outputs)
 
-    def _deliver(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
+    def _deliver(self, outputs: PrefillOutputs) -> None:
         for holder, sent in outputs.items():
             assert isinstance(holder, PrefillStream)
             events = chain.from_iterable(_events(output, holder.chunk_groups) for output in sent)
@@ -131,7 +126,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         self.require_turning()
         stream = self.make_stream(hello.incarnation)
         stream.chunk_groups = hello.chunk_groups
-        self.steps.call(lambda core, now: core.side.connect(stream, now))
+        self.steps.call(lambda core, now: core.leases.connect(stream, now))
         return stream
 
     def several(self, message: prefill_pb2.PrefillRequest) -> Sequence[prefill_pb2.PrefillRequest]:
@@ -142,7 +137,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         self.steps.call(lambda core, now: self._when_idle(core, stream))
 
     def drop(self, stream: PrefillStream) -> None:
-        self.steps.call(lambda core, _: core.side.disconnect(stream))
+        self.steps.call(lambda core, _: core.disconnect(stream))
 
     def _when_idle(self, core: PrefillCore, caller: PrefillStream) -> None:
         def close() -> None:
@@ -156,12 +151,12 @@ class PrefillShell(WorkerShell[PrefillCore]):
             self._start(request.start, caller)
         elif kind == "cancel":
             cancelled = name_from(request.cancel.attempt)
-            self.steps.call(lambda core, _: core.side.cancel(caller, cancelled))
+            self.steps.call(lambda core, _: core.cancel(caller, cancelled))
         elif kind == "release":
             released = name_from(request.release.attempt)
-            self.steps.call(lambda core, _: core.side.release(caller, released))
+            self.steps.call(lambda core, _: core.leases.release(caller, released))
         elif kind == "heartbeat":
-            self.steps.call(lambda core, now: core.side.heartbeat(caller, now))
+            self.steps.call(lambda core, now: core.leases.heartbeat(caller, now))
         else:
             kinds = "start, cancel, release, heartbeat, or several of these"
             raise invalid("kind", f"each message on Prefill.Run after `hello` sets {kinds}")
@@ -194,11 +189,11 @@ class PrefillShell(WorkerShell[PrefillCore]):
         request = request_from(start, name, n, choices, params, self.clock(), self.config.request_seconds)
         keep = start.keep_pages if start.HasField("keep_pages") else True
         ahead = start.announce_ahead
-        self.steps.call(lambda core, now: core.side.start(caller, name, request, keep, now, ahead))
+        self.steps.call(lambda core, now: core.start(caller, name, request, keep, now, ahead))
         if params.grammar is not None:
             self.compile_grammar(
                 params.grammar,
-                lambda outcome: self.steps.call(lambda core, now: core.side.compiled(name, request, outcome)),
+                lambda outcome: self.steps.call(lambda core, now: core.compiled(name, request, outcome)),
             )
 
     def welcome(self) -> list[prefill_pb2.PrefillResponse]:
@@ -213,17 +208,16 @@ class PrefillShell(WorkerShell[PrefillCore]):
 
     def load(self) -> node_pb2.Load:
         load = super().load()
-        side = self.core_or_none.side if self.core_or_none else None
-        if side is not None:
-            load.leases = side.leases
-            load.oldest_lease_ms = int(1000 * side.oldest_lease(self.clock()))
+        core = self.core_or_none
+        if core is not None:
+            leases = core.leases
+            load.leases = leases.announced
+            load.oldest_lease_ms = int(1000 * leases.oldest(self.clock()))
             load.requests = self.requests
-            load.prompt_tokens = side.counters.prompt_tokens
-            load.cached_tokens = side.counters.cached_tokens
-            load.output_tokens = side.counters.output_tokens
-            load.finished = side.counters.finished
-            load.failed = side.counters.failed
-            load.cancelled = side.counters.cancelled
-            load.leases_expired = side.counters.expired
-            load.leases_revoked = side.counters.revoked
+            load.MergeFrom(node_pb2.Load(**asdict(core.counters)))
+            load.finished = leases.counters.finished
+            load.failed = leases.counters.failed
+            load.cancelled = leases.counters.cancelled
+            load.leases_expired = leases.counters.expired
+            load.leases_revoked = leases.counters.revoked
         return load

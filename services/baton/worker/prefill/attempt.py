@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.batch import Step
 from baton.engine.plan import Logprobs
 from baton.engine.request import EngineRequest
-from baton.handoff.messages import AttemptName
+from baton.engine.scheduler import Scheduler
+from baton.handoff.lease import Lease
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """State of one requested prompt."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt(Lease):
+    """State of one requested prompt, and the lease of its pages."""
 
-    name: AttemptName
-    holder: Hashable
     request: EngineRequest
+    scheduler: Scheduler
     keep_pages: bool
     ahead: bool
     """Pages are announced before their step has retired."""
-    length: int
-    """Tokens of the prompt, delivered output included."""
-    announced: list[int] | None = None
-    """For each KV group the page index up to which pages have been announced; None: there was no
-    announcement."""
-    leased_since: float | None = None
     first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
-    complete_since: float | None = None
-    leased_pages: int = 0
+
+    @property
+    def importance(self) -> tuple[int, int]:
+        return self.request.priority, -self.request.order
+
+    @property
+    def tables(self) -> Sequence[Sequence[int]] | None:
+        holding = self.request.sequences[0].holding
+        return holding.tables if holding is not None and self.keep_pages else None
+
+    def free(self) -> None:
+        self.scheduler.close(self.request)
 
 
 @dataclass(slots=True)
 class PrefillCounters:
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    revoked: int = 0
-    expired: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

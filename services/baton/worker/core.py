@@ -1,0 +1,46 @@
+"""What a worker's core and its shell ask of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from baton.engine.scheduler import Scheduler
+from baton.engine.step_loop import Core
+from baton.engine.step_stats import StepStats
+from baton.handoff.messages import FetchEffect
+
+Outputs = TypeVar("Outputs", contravariant=True)
+"""What a role's core has to say to its callers."""
+
+
+class WorkerCore(Core, Protocol):
+    """What the shell needs of a core besides the step loop's interface."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def step_stats(self) -> StepStats: ...
+
+    def page_uses(self) -> bytearray:
+        """A kvcache.page_map.PageUse for each page of the pool."""
+
+    def node_failed(self, message: str) -> None:
+        """Sends callers the failures of requests that may have ended the process."""
+
+
+class CoreShell(Protocol[Outputs]):
+    """What a core asks of its shell. Called in the step thread; must not block."""
+
+    def send(self, step: int, outputs: Outputs, effects: Sequence[FetchEffect]) -> None:
+        """Sends outputs to callers and performs effects. `step`: the one that they are of; 0: of none."""
+
+    def retire(self, step: int) -> None:
+        """Tells receivers that see this node's memory of a retired step."""
+
+    def observe(self) -> None:
+        """Called after each flush."""
