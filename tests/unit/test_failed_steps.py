@@ -7,6 +7,7 @@ from core_shell import Shell
 from decode_node import PAGES, SIZE, Node, Runner
 from test_attempts import A, B, attempts, placed
 
+from baton.config import PrefillConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
@@ -56,9 +57,8 @@ def test_prompts_of_a_failed_step_are_handed_back():
     core = PrefillCore(
         KvCacheManager(PageAllocator(PAGES), PrefixTree(SIZE)),
         SchedulerConfig(context_length=512, token_budget=64, max_rows=8),
-        lease_grace=9.0,
-        max_leased_pages=PAGES,
-        shell=shell,
+        PrefillConfig(),
+        shell,
     )
     runner = Runner()
     runner.fail = [RuntimeError("no answer")]

@@ -3,6 +3,7 @@
 from core_shell import Shell
 from decode_node import Node
 
+from baton.config import PrefillConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import PromptRoute, SchedulerConfig
@@ -117,7 +118,7 @@ def test_prefill_nodes_that_would_ignore_it_are_passed_over():
 def test_a_prefill_node_waits_likewise():
     cache = KvCacheManager(PageAllocator(40), PrefixTree(4))
     config = SchedulerConfig(context_length=64, token_budget=32, max_rows=4)
-    core = PrefillCore(cache, config, 10.0, 40, Shell())
+    core = PrefillCore(cache, config, PrefillConfig(lease_grace_seconds=10.0), Shell())
     names = [AttemptName(1, number, 0, 0) for number in range(3)]
     requests = [EngineRequest(name, (1, 2, 3), SamplingParams(grammar=SPEC)) for name in names]
     core.leases.connect("holder", 0.0)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter, defaultdict, deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from core_shell import Shell
 from hash_runner import HashRunner, reference
 
-from baton.config import DecodeConfig
+from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -55,7 +55,8 @@ def make_scheduler(pages, **options):
 
 def make_prefill(pages=40, grace=9.0, leased=30):
     own = make_scheduler(pages)
-    return PrefillCore(own.cache, own.config, grace, leased, Shell())
+    config = PrefillConfig(lease_grace_seconds=grace, max_leased_fraction=leased / pages)
+    return PrefillCore(own.cache, own.config, config, Shell())
 
 
 class PrefillNode:
@@ -92,9 +93,9 @@ class PrefillNode:
         reasons = Counter(output.reason for output in said if isinstance(output, PrefillFailed))
         firsts = [output for output in said if isinstance(output, FirstSampled)]
         assert counters.finished == sum(isinstance(output, LeaseFinished) for output in said)
-        assert (counters.expired, counters.revoked) == (reasons["LEASE_EXPIRED"], reasons["LEASE_REVOKED"])
-        ended = counters.finished + counters.failed + counters.cancelled + counters.expired + counters.revoked
-        assert ended == len(self.asked)
+        assert counters.leases_expired == reasons["LEASE_EXPIRED"]
+        assert counters.leases_revoked == reasons["LEASE_REVOKED"]
+        assert sum(asdict(counters).values()) == len(self.asked)
         assert prompts.prompt_tokens == sum(map(len, self.asked))
         assert prompts.output_tokens == sum(len(output.tokens) for output in firsts)
         assert prompts.cached_tokens >= sum(output.cached_tokens for output in firsts)
@@ -812,10 +813,10 @@ def test_a_name_that_has_ended_is_refused_and_what_is_said_of_it_is_no_longer_co
     before, ((name, fetch),) = fetches.counters.unknown, fetches.running.items()
     address = fetch.address
     for number in range(2):
-        handoffs.receive(address, FirstSampled(replace(name, request=50 + number), (), 0, ()), world.now)
+        handoffs.receive(address, FirstSampled(name._replace(request=50 + number), (), 0, ()), world.now)
     assert fetches.counters.unknown == before + 2
     assert [e.name.request for e in fetches.effects if isinstance(e, CancelPrefill)] == [50, 51]
-    handoffs.receive(address, LeaseFinished(replace(name, request=52), stood=True), world.now)
+    handoffs.receive(address, LeaseFinished(name._replace(request=52), stood=True), world.now)
     assert len([e for e in fetches.effects if isinstance(e, CancelPrefill)]) == 2, "it has ended anyway"
     fetches.effects = [e for e in fetches.effects if not isinstance(e, CancelPrefill)]
     fetches.pull_ended(99, None, None, world.now)  # no pull of ours
@@ -934,7 +935,7 @@ def test_a_lease_ends_with_its_grace_or_its_deadline(deadline, last, end, reason
     core.tick(end)
     assert [output.reason for _, output in core.leases.outputs] == [reason] and not core.requests
     counters = core.leases.counters
-    assert (counters.expired, counters.failed) == ((1, 0) if reason == "LEASE_EXPIRED" else (0, 1))
+    assert (counters.leases_expired, counters.failed) == ((1, 0) if reason == "LEASE_EXPIRED" else (0, 1))
     core.leases.heartbeat("a", end)
     core.leases.heartbeat("b", end)
     assert [type(output) for _, output in core.leases.outputs[1:]] == [Alive], "nobody else is connected"

@@ -3,12 +3,10 @@ is announced, and the prefill side's of who may say what."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from core_shell import Shell
 
-from baton.config import DecodeConfig
+from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.plan import RowResult, StepResult
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
@@ -33,8 +31,7 @@ from baton.tracing.recorder import EventKind, Recorder
 from baton.worker.decode.remote_prefill import RemotePrefill
 from baton.worker.decode.request_recording import RequestRecording
 from baton.worker.decode.types import DecodeRequest, Key
-from baton.worker.prefill.attempt import PrefillCounters
-from baton.worker.prefill.core import PrefillCore
+from baton.worker.prefill.core import PrefillCore, PrefillCounters
 
 NAME = AttemptName(7, 1, 0, 0)
 PROMPT = tuple(range(10))
@@ -236,7 +233,8 @@ def test_pages_with_other_generations_are_dropped():
 
 def make_prefill(max_leased_pages=30):
     own = make_scheduler()
-    return PrefillCore(own.cache, own.config, 9.0, max_leased_pages, Shell())
+    config = PrefillConfig(lease_grace_seconds=9.0, max_leased_fraction=max_leased_pages / 40)
+    return PrefillCore(own.cache, own.config, config, Shell())
 
 
 def computed(max_leased_pages=30):
@@ -252,7 +250,7 @@ def computed(max_leased_pages=30):
 
 def test_the_age_of_the_oldest_lease_is_reported():
     core = computed()
-    other = replace(NAME, request=NAME.request + 1)
+    other = NAME._replace(request=NAME.request + 1)
     core.start("holder", other, EngineRequest(other, PROMPT, SamplingParams()), True, 2.0)
     step = core.plan(2.5)
     core.commit(step, StepResult(step.plan.number, (RowResult((50,)),)), 4.0)
@@ -297,9 +295,8 @@ def test_a_prefill_node_records_the_chunks_of_its_prompts():
     core = PrefillCore(
         KvCacheManager(PageAllocator(40), PrefixTree(4)),
         SchedulerConfig(context_length=100, token_budget=64, max_rows=8),
-        lease_grace=9.0,
-        max_leased_pages=30,
-        shell=Shell(),
+        PrefillConfig(),
+        Shell(),
         recorder=recorder,
     )
     complete(core, 2)
@@ -342,7 +339,7 @@ def test_a_lease_lasts_for_its_grace_after_the_last_heartbeat():
     core.tick(12.9)
     assert core.leases.announced == 1
     core.tick(13.0)
-    assert core.leases.announced == 0 and core.leases.counters.expired == 1
+    assert core.leases.announced == 0 and core.leases.counters.leases_expired == 1
     assert core.leases.outputs[-1][1].reason == "LEASE_EXPIRED"
 
 
@@ -354,7 +351,7 @@ def test_a_start_is_a_sign_of_life():
     core.tick(108.9)
     assert NAME in core.leases.running
     core.tick(109.0)
-    assert NAME not in core.leases.running and core.leases.counters.expired == 1
+    assert NAME not in core.leases.running and core.leases.counters.leases_expired == 1
 
 
 def test_only_its_holder_ends_an_attempt():
@@ -426,4 +423,4 @@ def test_a_prompt_that_waits_for_pages_costs_the_idle_lease_of_the_lowest_priori
         core.tick(now)
         failed = [output for _, output in core.leases.outputs if isinstance(output, PrefillFailed)]
         assert [(output.name, output.reason) for output in failed] == [(n, "LEASE_REVOKED") for n in lost]
-    assert core.leases.counters.revoked == 1 and {names[5], NAME} <= core.leases.running.keys()
+    assert core.leases.counters.leases_revoked == 1 and {names[5], NAME} <= core.leases.running.keys()

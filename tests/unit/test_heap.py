@@ -10,7 +10,7 @@ import pytest
 FAULTS = """
 import ctypes, resource, sys, threading
 import torch
-from baton.worker.heap import MMAP_THRESHOLD, keep_freed_memory
+from baton.worker.memory import MMAP_THRESHOLD, keep_freed_memory
 ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**17)  # glibc's first value, which it otherwise adapts
 if sys.argv[1] == "kept":
     keep_freed_memory()

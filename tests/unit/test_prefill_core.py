@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
-import pytest
 from core_shell import Shell
 from hash_runner import HashRunner
 
@@ -15,23 +12,17 @@ from baton.engine.scheduler import SchedulerConfig
 from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, LeaseFinished, PrefillFailed
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_map import PageUse
-from baton.worker.prefill.core import FULL_STEP, make_core
+from baton.worker.prefill.core import PrefillCore
 
 LIMITS = SchedulerConfig(context_length=100, token_budget=16, max_rows=4)
 
 
 class Node:
-    def __init__(self, device="cpu", **config):
+    def __init__(self):
         self.flushed, self.shell = [], Shell(self.send)
         cache = KvCacheManager(PageAllocator(40), PrefixTree(4))
         self.runner = HashRunner(40, 4, 4)
-        self.core = make_core(
-            PrefillConfig(**config),
-            LIMITS,
-            device,
-            cache,
-            self.shell,
-        )
+        self.core = PrefillCore(cache, LIMITS, PrefillConfig(), self.shell)
 
     def send(self, step, outputs, effects):
         self.flushed.append((len(self.shell.retired), outputs))
@@ -139,11 +130,3 @@ def test_steps_are_measured():
     assert node.shell.retired == [1], "a step that has failed is never published"
     assert [each.reason for each in node.flushed[-1][1]["a"]] == ["STEP_FAILED"]
     assert node.core.step_stats.limit(0.5) == 0.5, "no step is in flight"
-
-
-@pytest.mark.parametrize(("device", "full_step"), [("cpu", sys.maxsize), ("cuda", FULL_STEP)])
-def test_limits_of_a_node(device, full_step):
-    core = Node(device, max_leased_fraction=0.25, lease_grace_seconds=7.0, max_waiting=9).core
-    assert core.config.full_step == full_step and core.config.max_waiting == 9
-    assert (core.max_leased_pages, core.lease_grace) == (10, 7.0)
-    assert core.scheduler.config.prompt_only and not core.config.prompt_only

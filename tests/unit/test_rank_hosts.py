@@ -26,8 +26,7 @@ from baton.worker.ranks.follower import Follower
 from baton.worker.ranks.hosts import check_hosts, master_address
 from baton.worker.ranks.messages import End, Loaded, Setup, Started
 from baton.worker.ranks.pages import PagesOfHosts, Part, RemotePart, serve_pages
-from baton.worker.ranks.rendezvous import PAGES, PLANS, Join, JoinError, Master, join
-from baton.worker.ranks.secret_tls import tls_of_secret
+from baton.worker.ranks.rendezvous import PAGES, PLANS, Join, JoinError, Master, join, tls_of_secret
 
 SECRET = "a secret of sixteen or more"
 CLUSTER = ClusterCredentials(SECRET)

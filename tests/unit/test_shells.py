@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from baton.handoff.fetch import FetchCounters
 from baton.handoff.lease import LeaseCounters
 from baton.handoff.messages import AttemptName, ChunkAnnounced, GroupPages, StartPrefill
 from baton.handoff.pull_cost import PullCost
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.tracing.recorder import EventKind, Recorder
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
@@ -24,8 +26,8 @@ from baton.worker.decode.messages import events_from, request_for
 from baton.worker.decode.shell import DecodeShell
 from baton.worker.decode.stream import DecodeStream
 from baton.worker.decode.types import DecodeCounters, DoneOutput
-from baton.worker.prefill.attempt import PrefillCounters
-from baton.worker.prefill.shell import PrefillShell, PrefillStream
+from baton.worker.prefill.core import PrefillCounters
+from baton.worker.prefill.shell import FULL_STEP, PrefillShell, PrefillStream
 from baton.worker.shell import WorkerShell
 
 INFO = node_pb2.ModelInfo(vocab_size=100, context_length=64)
@@ -308,6 +310,17 @@ def test_what_a_step_yields_for_a_caller_is_one_message():
     assert node.messages == 2 and [len(events(caller)) for caller in callers] == [2, 2]
 
 
+@pytest.mark.parametrize(("device", "full_step"), [("cpu", sys.maxsize), ("cuda", FULL_STEP)])
+def test_limits_of_a_prefill_node(device, full_step):
+    node = Prefill(PrefillConfig(max_leased_fraction=0.25, lease_grace_seconds=7.0, max_waiting=9))
+    node.device, node.model_info = device, node_pb2.ModelInfo(context_length=64)
+    core = node.make_core(KvCacheManager(PageAllocator(40), PrefixTree(4)))
+    limits = core.scheduler.config
+    assert (limits.full_step, limits.max_waiting, limits.context_length) == (full_step, 9, 64)
+    assert limits.prompt_only and not core.scheduling.prompt_only
+    assert (core.leases._max_pages, core.leases._grace) == (10, 7.0)
+
+
 def test_a_prefill_node_reports_its_leases_and_counters():
     node = Prefill(PrefillConfig())
     assert node.load() == node_pb2.Load(rows=5)
@@ -321,8 +334,8 @@ def test_a_prefill_node_reports_its_leases_and_counters():
         leases=10,
         requests=11,
         oldest_lease_ms=1500,
-        leases_expired=counters.expired,
-        leases_revoked=counters.revoked,
+        leases_expired=counters.leases_expired,
+        leases_revoked=counters.leases_revoked,
         **reported,
     )
 

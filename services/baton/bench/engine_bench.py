@@ -24,7 +24,7 @@ from baton.model_path import resolve
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import internal
 from baton.worker.engine import build_engine
-from baton.worker.heap import keep_freed_memory
+from baton.worker.memory import keep_freed_memory
 from baton.worker.model import device_of
 
 PROGRESS_SECONDS = 1.0

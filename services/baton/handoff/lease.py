@@ -72,13 +72,13 @@ L = TypeVar("L", bound=Lease)
 
 @dataclass(slots=True)
 class LeaseCounters:
-    """How leases ended."""
+    """How leases ended; as in node_pb2.Load."""
 
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
-    revoked: int = 0
-    expired: int = 0
+    leases_revoked: int = 0
+    leases_expired: int = 0
 
 
 class Leases(Generic[L]):
@@ -224,7 +224,7 @@ class Leases(Generic[L]):
             if lease.deadline <= now:
                 self.fail(lease, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
             elif self._heard[lease.holder] + self._grace <= now:
-                self.counters.expired += 1
+                self.counters.leases_expired += 1
                 self._fail(lease, "ABORTED", "LEASE_EXPIRED", f"no heartbeat for {self._grace:g} s")
 
     def revoke_under_pressure(self, blocked: bool, now: float) -> None:
@@ -247,7 +247,7 @@ class Leases(Generic[L]):
             and lease.tables is not None
         ]
         if idle:
-            self.counters.revoked += 1
+            self.counters.leases_revoked += 1
             self._blocked_since = now
             victim = min(idle, key=lambda lease: lease.importance)
             self._fail(victim, "ABORTED", "LEASE_REVOKED", "its pages were needed by a prompt that waited")
@@ -281,6 +281,4 @@ class Leases(Generic[L]):
         self, name: AttemptName, kind: EventKind, number: int = 0, step: int = 0, text: str = ""
     ) -> None:
         """Records an event of the lease."""
-        self._recorder.add(
-            kind, name.gateway, name.request, name.attempt, name.decode_try, number, step=step, text=text
-        )
+        self._recorder.add(kind, *name, number, step=step, text=text)

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.engine.plan import Logprobs
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class AttemptName:
+class AttemptName(NamedTuple):
     """Name of one try at a request; late or foreign messages have another name."""
 
     gateway: int

@@ -182,9 +182,7 @@ def name_from(message: common_pb2.Attempt) -> AttemptName:
 
 
 def name_to(name: AttemptName) -> common_pb2.Attempt:
-    return common_pb2.Attempt(
-        gateway=name.gateway, request=name.request, attempt=name.attempt, decode_try=name.decode_try
-    )
+    return common_pb2.Attempt(**name._asdict())
 
 
 def logprobs_to(logprobs: Logprobs) -> common_pb2.PositionLogprobs:

@@ -29,21 +29,13 @@ from baton.step_cost import CostCalibration
 from baton.tracing.recorder import Recorder
 from baton.transport.base import Receiver
 from baton.transport.grpc import PageSourceServicer
-from baton.v1 import (
-    cache_pb2,
-    cache_pb2_grpc,
-    common_pb2,
-    embed_pb2,
-    node_pb2,
-    prefill_pb2,
-    prefill_pb2_grpc,
-)
+from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, embed_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.embedder import Embedder
 from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, step_limits
-from baton.worker.heap import keep_freed_memory
 from baton.worker.load import add_grammars, add_step_cost, page_map_message, snapshot
+from baton.worker.memory import keep_freed_memory
 from baton.worker.model import device_of, use_device
 from baton.worker.ranks.runner import RanksLost
 from baton.worker.shell import LOST_SECONDS, C, WorkerShell

@@ -1,3 +1,3 @@
-"""The decode process: `core` owns requests and decides where their prompts are computed, `server` serves
-Decode.Generate, one `stream` for each caller, `peers` are the prefill nodes whose pages it pulls, `overload`
-predicts which requests would miss their deadlines."""
+"""The decode role: `core` owns requests, `prompt_routing` decides where their prompts are computed, and
+`remote_prefill` has prefill nodes compute them and fetches the pages. `shell` is what the node does with
+messages, one `stream` for each caller, `peers` are the prefill nodes, `server` serves Decode.Generate."""

@@ -31,9 +31,7 @@ class RequestRecording:
 
     def sent(self, name: AttemptName, address: str) -> None:
         """The prompt, to a prefill node."""
-        self.recorder.add(
-            EventKind.SENT, name.gateway, name.request, name.attempt, name.decode_try, text=address
-        )
+        self.recorder.add(EventKind.SENT, *name, text=address)
 
     def pulled(
         self, kind: EventKind, name: AttemptName, address: str, pages: int, step: int, error: str | None
@@ -44,6 +42,4 @@ class RequestRecording:
             peer = self.peers.get(address)
             text = f"failed: {error}" if error is not None else peer.transport if peer is not None else ""
             size = pages * self.page_bytes if error is None else 0
-        self.recorder.add(
-            kind, name.gateway, name.request, name.attempt, name.decode_try, pages, size, step, text
-        )
+        self.recorder.add(kind, *name, pages, size, step, text)

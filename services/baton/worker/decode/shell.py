@@ -122,12 +122,9 @@ class DecodeShell(WorkerShell[DecodeCore]):
         """Answers at once while the step thread is within the time that its step may take; else leaves the
         answer to the step thread."""
         if self.stuck(floor=0.0):
-            self.steps.call(lambda core, now: self._answer(caller))
+            self.steps.call(lambda core, now: self.post(caller.send, decode_pb2.StepEvents()))
         else:
             caller.send(decode_pb2.StepEvents())
-
-    def _answer(self, caller: DecodeStream) -> None:
-        self.post(caller.send, decode_pb2.StepEvents())
 
     def _pause(self, pause: decode_pb2.DecodePause, caller: DecodeStream) -> None:
         key = Key(caller, pause.request)

@@ -1,2 +1,2 @@
-"""The prefill process: `server` is the shell that serves Prefill.Run and page bytes, `core` drives the
-prefill side of the hand-off from the step loop."""
+"""The prefill role: `core` computes prompts for holders and lends them the pages, `shell` is what it does with
+messages, `server` serves Prefill.Run and page bytes."""

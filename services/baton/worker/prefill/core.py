@@ -13,13 +13,12 @@ Pages are announced once the step that writes them has retired; to holders that 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.config import PrefillConfig
 from baton.engine.batch import Step
-from baton.engine.plan import StepResult
+from baton.engine.plan import Logprobs, StepResult
 from baton.engine.request import (
     ChunkEvent,
     EngineRequest,
@@ -32,20 +31,84 @@ from baton.engine.request import (
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_stats import StepStats
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
-from baton.handoff.lease import Leases
+from baton.handoff.lease import Lease, Leases
 from baton.handoff.messages import Alive, AttemptName, FirstSampled, PrefillOutput
 from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import EventKind, Recorder
 from baton.worker.core import CoreShell
-from baton.worker.prefill.attempt import Attempt, CancelledInFlight, PrefillCounters
-
-FULL_STEP = 1024
-"""Tokens from which on a GPU's time per token no longer falls (measured on an H200, 8B)."""
-
 
 PrefillOutputs = dict[Hashable, list[PrefillOutput]]
 """Outputs by holder; an empty list answers a heartbeat."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt(Lease):
+    """State of one requested prompt, and the lease of its pages."""
+
+    request: EngineRequest
+    scheduler: Scheduler
+    keep_pages: bool
+    ahead: bool
+    """Pages are announced before their step has retired."""
+    first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
+
+    @property
+    def importance(self) -> tuple[int, int]:
+        return self.request.priority, -self.request.order
+
+    @property
+    def tables(self) -> Sequence[Sequence[int]] | None:
+        holding = self.request.sequences[0].holding
+        return holding.tables if holding is not None and self.keep_pages else None
+
+    def free(self) -> None:
+        self.scheduler.close(self.request)
+
+
+@dataclass(slots=True)
+class PrefillCounters:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class CancelledInFlight(list[Attempt]):
+    """Attempts that were cancelled while a step with them was in flight: the answer waits for the step. If it
+    fails, the holder must know that the prompt was in it, or would try one that ends nodes at one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[Step] = []
+
+    def launched(self, step: Step) -> None:
+        self._steps.append(step)
+
+    def ended(self, step: Step, failed: bool = False) -> Iterator[Attempt]:
+        """Attempts that can be answered now: if `step` has failed, those that were in it, else those that
+        no step in flight has any more."""
+        self._steps.remove(step)
+        for each in list(self):
+            if _contains(step, each.request) if failed else not self._in_flight(each):
+                self.remove(each)
+                yield each
+
+    def hold(self, attempt: Attempt) -> bool:
+        """Whether a step with it is in flight; then it is kept until that has ended."""
+        if self._in_flight(attempt):
+            self.append(attempt)
+            return True
+        return False
+
+    def forget(self, holder: Hashable) -> None:
+        self[:] = [each for each in self if each.holder != holder]
+
+    def _in_flight(self, attempt: Attempt) -> bool:
+        return any(_contains(step, attempt.request) for step in self._steps)
+
+
+def _contains(step: Step, request: EngineRequest) -> bool:
+    return any(record.sequence.request is request for record in step.records)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,9 +116,8 @@ class PrefillCore:
     """Driven by a step loop."""
 
     cache: KvCacheManager
-    config: SchedulerConfig
-    lease_grace: float
-    max_leased_pages: int
+    scheduling: SchedulerConfig
+    config: PrefillConfig
     shell: CoreShell[PrefillOutputs]
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
     counters: PrefillCounters = field(default_factory=PrefillCounters)
@@ -67,12 +129,12 @@ class PrefillCore:
     _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = replace(self.config, prompt_only=True)
-        self.scheduler = Scheduler(self.cache, config, may_admit=self.may_admit, record=self._record)
-        self.leases = Leases(
-            self.cache, grace=self.lease_grace, max_pages=self.max_leased_pages, recorder=self.recorder
-        )
-        self.step_stats = StepStats(config.token_budget)
+        limits = replace(self.scheduling, prompt_only=True)
+        self.scheduler = Scheduler(self.cache, limits, may_admit=self.may_admit, record=self._record)
+        most = int(self.cache.counts().total * self.config.max_leased_fraction)
+        grace = self.config.lease_grace_seconds
+        self.leases = Leases(self.cache, grace=grace, max_pages=most, recorder=self.recorder)
+        self.step_stats = StepStats(limits.token_budget)
 
     @property
     def requests(self) -> int:
@@ -279,24 +341,3 @@ class PrefillCore:
         self.leases.outputs.append((attempt.holder, first))
         if not attempt.keep_pages:
             self.leases.finish(attempt)
-
-
-def make_core(
-    config: PrefillConfig,
-    limits: SchedulerConfig,
-    device: str,
-    cache: KvCacheManager,
-    shell: CoreShell[PrefillOutputs],
-    recorder: Recorder | None = None,
-) -> PrefillCore:
-    """Makes the core of a node with this configuration. `limits`: limits of the engine; the other limits
-    are set here. `device`: its type."""
-    scheduling = replace(
-        limits,
-        max_waiting=config.max_waiting,
-        policy=config.policy,
-        full_step=sys.maxsize if device == "cpu" else FULL_STEP,
-    )
-    leased = int(cache.counts().total * config.max_leased_fraction)
-    grace = config.lease_grace_seconds
-    return PrefillCore(cache, scheduling, grace, leased, shell, recorder or Recorder(0))

@@ -20,7 +20,7 @@ from baton.model_path import resolve
 from baton.rpc.address import new_incarnation
 from baton.rpc.logs import get_logger
 from baton.transport import Segment
-from baton.worker.heap import keep_freed_memory
+from baton.worker.memory import keep_freed_memory
 from baton.worker.model import (
     attention_of,
     dtype_of,
@@ -34,10 +34,7 @@ from baton.worker.model import (
 from baton.worker.pool import first_byte, gpu_pool
 from baton.worker.ranks.channel import Channel, ChannelClosed, ChannelError
 from baton.worker.ranks.communicator import Rendezvous
-from baton.worker.ranks.followers import (
-    EXIT_LOST,
-    IMPORT_SECONDS,
-)
+from baton.worker.ranks.followers import EXIT_LOST, IMPORT_SECONDS
 from baton.worker.ranks.leader import meet
 from baton.worker.ranks.messages import End, Loaded, MakePool, Meet, Ready, Setup, Started
 from baton.worker.ranks.pages import serve_pages

@@ -19,12 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.worker.ranks.channel import Channel, ChannelClosed, CollectiveError
-from baton.worker.ranks.followers import (
-    EXIT_FAILED,
-    EXIT_LOST,
-    IMPORT_SECONDS,
-    SEND_SECONDS,
-)
+from baton.worker.ranks.followers import EXIT_FAILED, EXIT_LOST, IMPORT_SECONDS, SEND_SECONDS
 from baton.worker.ranks.messages import Failed, Setup
 from baton.worker.ranks.rendezvous import JoinError
 

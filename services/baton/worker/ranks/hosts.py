@@ -27,12 +27,7 @@ from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.transport import reap_orphans
 from baton.worker.model import device_of, sized
 from baton.worker.ranks.channel import Channel, ChannelError
-from baton.worker.ranks.followers import (
-    END_SECONDS,
-    EXIT_FAILED,
-    FollowerError,
-    Followers,
-)
+from baton.worker.ranks.followers import END_SECONDS, EXIT_FAILED, FollowerError, Followers
 from baton.worker.ranks.messages import Setup
 from baton.worker.ranks.rendezvous import JOIN_SECONDS, PAGES, PLANS, RETRY_SECONDS, Join, join, versions
 

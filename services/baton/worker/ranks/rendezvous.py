@@ -15,10 +15,17 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib import metadata
 from typing import Any
 
 import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 import baton
 from baton.rpc.address import family_of, join_address
@@ -26,7 +33,6 @@ from baton.rpc.authentication import ClusterCredentials, ClusterTls, same
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.worker.ranks.channel import Channel, ChannelError
-from baton.worker.ranks.secret_tls import tls_of_secret
 
 JOIN_SECONDS = 600.0
 """How long the hosts wait for each other."""
@@ -283,3 +289,27 @@ def _channel(own: socket.socket) -> Channel:
     for option, value in KEEPALIVE:
         own.setsockopt(socket.IPPROTO_TCP, option, value)
     return Channel(own, SEND_SECONDS)
+
+
+NAME = "ranks.baton"
+
+
+def tls_of_secret(secret: str) -> ClusterTls:
+    """Equal secrets give the same bytes: an Ed25519 key by HKDF (RFC 5869), and its self-signed certificate,
+    which is its own CA. Who connects can try guesses of the secret elsewhere, so it must be random."""
+    seed = HKDF(SHA256(), 32, salt=None, info=b"baton ranks").derive(secret.encode())
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime(2000, 1, 1))
+        .not_valid_after(datetime(9999, 12, 31, 23, 59, 59))  # RFC 5280, 4.1.2.5: none is known
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+        .sign(key, None)
+        .public_bytes(Encoding.PEM)
+    )
+    return ClusterTls(cert, cert, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), NAME)
