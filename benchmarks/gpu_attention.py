@@ -14,15 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from baton.attention.base import AttentionRows
 from baton.attention.fa3 import Fa3Attention
 from baton.attention.flashinfer_paged import FlashInferAttention
-from baton.attention.paged import HostRows, PagedAttention, PagedRows
+from baton.attention.paged import PagedAttention
 from baton.attention.triton_paged import TritonAttention
 from baton.bench.machine import versions
 from baton.bench.steps import copy_bandwidth
+from baton.engine.plan import PlanRow
 from baton.kvcache.kv_pool import KvLayout, KvPool
 
 LAYERS, KV_HEADS, DIM, PAGE = 28, 8, 128, 64
@@ -63,14 +64,15 @@ def measure(pool: KvPool, heads: int, rows: int, keys: int, count: int) -> dict[
     q = torch.randn(rows * count, heads + 2 * KV_HEADS, DIM, device=CUDA, dtype=torch.bfloat16)[:, :heads]
     out = torch.empty(rows * count, heads, DIM, device=CUDA, dtype=torch.bfloat16)
     found = {}
-    host = HostRows(np.full(rows, count), np.full(rows, keys))
+    host = [PlanRow(row, (0,) * count, keys - count, ((),)) for row in range(rows)]
     for kind in BACKENDS:
         if kind.available(CUDA) is not None:
             continue
-        backend, paged = kind(pool, heads), PagedRows(table, lengths, starts, count, host)
+        backend = kind(pool, heads)
+        paged = AttentionRows(host, 0, rows * count, (table,), lengths, starts, count)
         backend.plan(paged)
 
-        def work(backend: PagedAttention = backend, paged: PagedRows = paged) -> None:
+        def work(backend: PagedAttention = backend, paged: AttentionRows = paged) -> None:
             for layer in range(LAYERS):
                 backend.attend(layer, q, out, paged)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from baton.cli.main import main
-from baton.engine.batch import Step
+from baton.engine.step_builder import Step
 from baton.engine.step_loop import StepPipeline
 from baton.handoff.messages import FirstSampled
 from baton.worker import engine

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, LlamaConfig
 
 from baton.layers.attention import Attention, AttentionOptions
-from baton.layers.forward_batch import ForwardBatch
+from baton.layers.batch import Batch
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models.config import ModelConfig
@@ -86,7 +86,7 @@ class DenseReference:
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """-> float32 [tokens, vocab]"""
         positions = torch.arange(len(tokens))
-        batch = ForwardBatch(torch.tensor(tokens), positions, self._attend)
+        batch = Batch(torch.tensor(tokens), positions, _Dense())
         return self._model.logits(self._model.forward(batch))
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
@@ -95,8 +95,14 @@ class DenseReference:
             tokens.append(int(self.logits(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
 
-    @staticmethod
-    def _attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+
+class _Dense:
+    """A `layers.batch.StepAttention`."""
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def write_and_attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         window = LAYERS[layer][1] or len(q)
         back = torch.arange(len(q))[:, None] - torch.arange(len(q))
         q, k, v = (part.transpose(0, 1) for part in (q, k, v))

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from thread_ranks import ThreadCommunicator, ThreadGroup
 
-from baton.engine import cuda_graphs
+from baton.engine import step_graphs
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.layers.tensor_parallel import Shard
 from baton.worker.engine import Engine
@@ -91,7 +91,7 @@ class Lockstep:
 
     def __init__(self, path: Path, engine: Engine, monkeypatch: Any) -> None:
         config, pages = engine.config, engine.pool.num_pages
-        monkeypatch.setattr(cuda_graphs, "capture", _capture)
+        monkeypatch.setattr(step_graphs, "capture", _capture)
         group = ThreadGroup(config.tp)
         self._threads = ThreadPoolExecutor(config.tp)
         dtype = getattr(torch, engine.model_info.dtype)

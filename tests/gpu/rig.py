@@ -11,16 +11,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from attention_rows import whole_sequence
 from baton.attention.fp8 import E4M3
 from baton.attention.registry import BACKENDS, resolve
-from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_pool import KvLayout, KvPool, PagePool
-from baton.layers.forward_batch import ForwardBatch
 from baton.models.loader import declared, load_model
 from baton.worker.model import kv_layout
 
@@ -79,9 +78,9 @@ def make(
     kv_scales: torch.Tensor | None = None,
     quantization: str = "auto",
 ):
-    """A runner and its cache; kind: "cpu", or on the GPU "plain" (ModelRunner with the torch backend), "fa3"
-    or "triton" (the same with that one), "graphs" or "eager" (CudaRunner), or these with their backends:
-    "graphs:PREFILL/DECODE", or "invariant" (the batch has no say in the order of computing)."""
+    """A runner and its cache; kind: "cpu", or on the GPU "plain" (without kernels, with the torch backend),
+    "fa3" or "triton" (the same with that one), "graphs" or "eager" (with kernels), or these with their
+    backends: "graphs:PREFILL/DECODE", or "invariant" (the batch has no say in the order of computing)."""
     device = torch.device("cpu") if kind == "cpu" else CUDA
     model = load_model(path, dtype, device, quantization=quantization)
     if kv_scales is not None:
@@ -97,7 +96,7 @@ def make(
             chosen, _ = resolve("auto", CUDA, model.dtype, model.caches[0].head_dim, features, invariant=True)
             usual = f"{chosen.name}/{chosen.name}"
         prefill, decode = (BACKENDS[name] for name in (pair or usual).split("/"))
-        runner = CudaRunner(
+        runner = ModelRunner(
             model,
             pool,
             max_slots=slots,
@@ -105,6 +104,7 @@ def make(
             context_length=CONTEXT,
             prefill_attention=prefill,
             decode_attention=decode,
+            kernels=True,
             graphs=kind != "eager",
             batch_invariant=kind == "invariant",
         )
@@ -112,7 +112,7 @@ def make(
         torch_name = "torch" if model.caches[0].parts == 2 else "torch-mla"
         backend = BACKENDS[kind if kind in ("fa3", "triton") else torch_name]
         runner = ModelRunner(
-            model, pool, max_slots=slots, prefill_attention=backend, decode_attention=backend, device=device
+            model, pool, max_slots=slots, prefill_attention=backend, decode_attention=backend
         )
     return runner, KvCacheManager(PageAllocator(num_pages), PrefixTree(page_size, groups=layout.groups))
 
@@ -189,18 +189,8 @@ def reference_logits(
     layout = KvLayout(config.num_layers, kv.heads, kv.head_dim, CONTEXT, kept, kv.parts)
     name = "torch" if kv.parts == 2 else "torch-mla"
     backend = BACKENDS[name](KvPool(layout, 1), config.num_heads, options)
-    from baton.attention.base import AttentionRow
-
-    backend.prepare([AttentionRow(0, len(tokens), (0,))])
-
-    def attend(layer, q, k, v):
-        latent = options[layer].latent
-        out = q.new_empty(*q.shape[:2], q.shape[2] if latent is None else latent.value_dim)
-        backend.forward(layer, q, k, v, out)
-        return out.flatten(1)
-
     with torch.inference_mode():
-        batch = ForwardBatch(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+        batch = whole_sequence(tokens, backend, options)
         hidden = model.forward(batch)
         return model.logits(hidden)
 

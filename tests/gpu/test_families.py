@@ -1,4 +1,4 @@
-"""Families on CudaRunner: CUDA graphs, mixed steps, chunks, reused prefixes; against the CPU in float32."""
+"""Families with kernels: CUDA graphs, mixed steps, chunks, reused prefixes; against the CPU in float32."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from rig import CUDA, generate, make, prompts_of, save_checkpoint, strictly
 from test_paged_attention import OTHERS, USUAL, random_rows
 from test_runner import LENGTHS, SAMPLED, assert_greedy, greedy
 
-from baton.attention.base import AttentionRow
+from attention_rows import Row, planned
 from baton.attention.flashinfer_paged import FlashInferAttention
 from baton.attention.torch_sdpa import TorchAttention
 from baton.kvcache.kv_pool import KvLayout, KvPool
@@ -39,8 +39,7 @@ def attended(backend, rows, dtype, seed):
         for h in (heads, layout.num_kv_heads, layout.num_kv_heads)
     )
     out = torch.full_like(q, math.nan)
-    backend.prepare(rows)
-    backend.forward(1, q, k, v, out)
+    backend.forward(1, q, k, v, out, planned(backend, rows))
     return out
 
 
@@ -73,7 +72,7 @@ def test_rows_that_are_divided_among_as_many_tiles_as_can_be(heads):
         pool.pages.normal_()
         backend = FlashInferAttention(pool, heads[0])
         for start in (2048, 5000, 8064):
-            rows = [AttentionRow(start, count, tuple(range(80)))]
+            rows = [Row(start, count, tuple(range(80)))]
             assert torch.isfinite(attended(backend, rows, BF16, 4)).all()
 
 

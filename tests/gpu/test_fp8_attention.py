@@ -11,6 +11,7 @@ from rig import CUDA, generate, make, prompts_of, reference_logits, save_checkpo
 from test_paged_attention import random_rows
 from test_runner import LENGTHS, greedy
 
+from attention_rows import planned
 from baton.attention.fa3 import Fa3Attention
 from baton.attention.fp8 import E4M3, quantize
 from baton.attention.mixed import MixedAttention
@@ -97,8 +98,8 @@ def test_kernels_equal_torch(name, dtype, shape, page_size, window, singles, chu
         for mine, at in ((rows[:singles], slice(0, singles)), (rows[singles:], slice(singles, total))):
             if mine:
                 for backend, target, kind in ((tested, out, dtype), (reference, want, torch.float32)):
-                    backend.prepare(mine)
-                    backend.forward(1, *(x[at].to(kind) for x in (q, k, v)), target[at])
+                    planned_rows = planned(backend, mine)
+                    backend.forward(1, *(x[at].to(kind) for x in (q, k, v)), target[at], planned_rows)
     for row in rows:  # torch clears what lies behind a row's end
         page, last = divmod(row.start + row.count - 1, page_size)
         for pool in pools:

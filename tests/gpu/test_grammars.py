@@ -1,4 +1,4 @@
-"""Constrained rows on CudaRunner: under overlap the mask waits for the token before it."""
+"""Constrained rows with kernels: under overlap the mask waits for the token before it."""
 
 from __future__ import annotations
 

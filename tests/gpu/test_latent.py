@@ -10,15 +10,13 @@ import pytest
 import torch
 from rig import CONTEXT, CUDA, GREEDY, generate, prompts_of, save_checkpoint
 
-from baton.attention.base import AttentionRow
+from attention_rows import Row, planned, whole_sequence
 from baton.attention.registry import BACKENDS
 from baton.attention.torch_mla import TorchMlaAttention
-from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_pool import KvLayout, KvPool, PagePool, PoolLayout
 from baton.layers.attention import AttentionOptions
-from baton.layers.forward_batch import ForwardBatch
 from baton.layers.mla import MlaProjections
 from baton.models.loader import load_model
 
@@ -77,9 +75,7 @@ def test_equals_torch(name, heads, page_size):
     counts = (1, 1, 1, 1, 1, 2, 63, 64, 130)
     for count in counts:
         start = rng.choice((0, 1, page_size - 1, page_size, 3 * page_size + 5))
-        rows.append(
-            AttentionRow(start, count, tuple(pages.pop() for _ in range(-(-(start + count) // page_size))))
-        )
+        rows.append(Row(start, count, tuple(pages.pop() for _ in range(-(-(start + count) // page_size)))))
     layout = KvLayout(2, 1, WIDTH, page_size, BF16, 1)
     pool, wide = KvPool(layout, 60, CUDA), KvPool(dataclasses.replace(layout, dtype=FP32), 60, CUDA)
     pool.pages.fill_(math.nan)
@@ -99,15 +95,15 @@ def test_equals_torch(name, heads, page_size):
     with torch.inference_mode():
         for mine, at in ((rows[:5], slice(0, 5)), (rows[5:], slice(5, total))):
             for backend, target, kind in ((tested, out, BF16), (reference, want, FP32)):
-                backend.prepare(mine)
+                planned_rows = planned(backend, mine)
                 k = latents[at].to(kind)
-                backend.forward(1, q[at].to(kind), k, k, target[at])
+                backend.forward(1, q[at].to(kind), k, k, target[at], planned_rows)
     assert ((out.float() - want).norm() / want.norm()).item() < 8e-3
     assert torch.equal(pool.pages.float().nan_to_num(7), wide.pages.nan_to_num(7))
 
 
 def make(path, dtype, kind, page_size=64):
-    """kind: "graphs" or "eager" (CudaRunner), else ModelRunner; behind a colon the backend."""
+    """kind: "graphs" or "eager" (with kernels), or "model" (without); behind a colon the backend."""
     kind, _, name = kind.partition(":")
     model = load_model(path, dtype, CUDA)
     layout = PoolLayout.of(model.caches, page_size, dtype)
@@ -116,10 +112,10 @@ def make(path, dtype, kind, page_size=64):
     backend = BACKENDS[name]
     common = {"max_slots": 16, "prefill_attention": backend, "decode_attention": backend}
     if kind == "model":
-        runner = ModelRunner(model, pool, device=CUDA, **common)
+        runner = ModelRunner(model, pool, **common)
     else:
         limits = {"token_budget": CONTEXT, "context_length": CONTEXT}
-        runner = CudaRunner(model, pool, graphs=kind == "graphs", **limits, **common)
+        runner = ModelRunner(model, pool, kernels=True, graphs=kind == "graphs", **limits, **common)
     return runner, KvCacheManager(PageAllocator(300), PrefixTree(page_size))
 
 
@@ -136,16 +132,8 @@ class Reference:
         layout = KvLayout(model.config.num_layers, 1, model.caches[0].head_dim, CONTEXT, FP32, 1)
         pool = KvPool(layout, 1, CUDA)
         backend = TorchMlaAttention(pool, model.config.num_heads, model.attention_options)
-        backend.prepare([AttentionRow(0, len(tokens), (0,))])
-
-        def attend(layer, q, k, v):
-            out = q.new_empty(*q.shape[:2], model.attention_options[layer].latent.value_dim)
-            backend.forward(layer, q, k, v, out)
-            return out.flatten(1)
-
         with torch.inference_mode():
-            positions = torch.arange(len(tokens), device=CUDA)
-            batch = ForwardBatch(torch.tensor(tokens, device=CUDA), positions, attend)
+            batch = whole_sequence(tokens, backend, model.attention_options)
             return model.logits(model.forward(batch)).cpu()
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from rig import CUDA
 
-from baton.attention.base import AttentionRow
+from attention_rows import Row, planned
+from baton.attention.base import AttentionRows
 from baton.attention.fa3 import Fa3Attention
 from baton.attention.mixed import FEW_ROWS, MixedAttention
-from baton.attention.paged import PagedRows
 from baton.attention.registry import BACKENDS, resolve
 from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
@@ -46,7 +46,7 @@ def random_rows(rng, page_size, singles, chunks):
     free = list(range(sum(needed) + 3))
     rng.shuffle(free)
     rows = [
-        AttentionRow(start, count, tuple(free.pop() for _ in range(n)))
+        Row(start, count, tuple(free.pop() for _ in range(n)))
         for (start, count), n in zip(shapes, needed, strict=True)
     ]
     return rows, sum(needed) + 3
@@ -85,8 +85,8 @@ def test_equals_the_torch_backend(name, dtype, shape, page_size, singles, chunks
             count = sum(row.count for row in mine)
             at = slice(0, count) if part == "single" else slice(total - count, total)
             for backend, target, kind in ((tested, out, dtype), (reference, want, torch.float32)):
-                backend.prepare(mine)
-                backend.forward(layer, *(x[at].to(kind) for x in (q, k, v)), target[at])
+                planned_rows = planned(backend, mine)
+                backend.forward(layer, *(x[at].to(kind) for x in (q, k, v)), target[at], planned_rows)
     assert torch.isfinite(out).all()
     relative, largest = {
         BF16: (5e-3, 3e-2),
@@ -136,8 +136,8 @@ def test_windows_sinks_scales_and_softcaps(name, dim, option):
     with torch.inference_mode():
         for mine, at in ((rows[:9], slice(0, 9)), (rows[9:], slice(9, total))):
             for backend, target, kind in ((tested, out, BF16), (reference, want, FP32)):
-                backend.prepare(mine)
-                backend.forward(1, *(x[at].to(kind) for x in (q, k, v)), target[at])
+                planned_rows = planned(backend, mine)
+                backend.forward(1, *(x[at].to(kind) for x in (q, k, v)), target[at], planned_rows)
     assert ((out.float() - want).norm() / want.norm()).item() < 6e-3
 
 
@@ -154,7 +154,7 @@ def test_long_rows(name, rows, heads):
     q = torch.randn(rows, heads + 16, 128, device=CUDA, dtype=BF16)[:, :heads]
     for longest in (129, 1024, 4097, 33000):
         lengths = torch.tensor([max(1, longest // 3**i) for i in range(rows)], device=CUDA, dtype=torch.int32)
-        paged = PagedRows(table, lengths)
+        paged = AttentionRows(None, tables=(table,), lengths=lengths)
         backend.plan(paged)
         results = [torch.full((rows, heads, 128), math.nan, device=CUDA, dtype=BF16) for _ in range(3)]
         with torch.inference_mode():
@@ -183,7 +183,10 @@ def test_a_plan_made_once_and_a_wide_table_change_nothing(name, rows):
     q = torch.randn(rows, 48, 128, device=CUDA, dtype=BF16)[:, :32]
     out = [torch.full((rows, 32, 128), math.nan, device=CUDA, dtype=BF16) for _ in range(3)]
     with torch.inference_mode():
-        narrow, wide = PagedRows(table[:, :32].contiguous(), lengths), PagedRows(table, lengths)
+        narrow, wide = (
+            AttentionRows(None, tables=(part,), lengths=lengths)
+            for part in (table[:, :32].contiguous(), table)
+        )
         backend.plan(narrow)
         backend.attend(2, q, out[0], narrow)
         backend.plan(wide)
@@ -203,7 +206,8 @@ def test_mixed_takes_the_triton_kernel_for_few_rows_alone():
         table = torch.arange(40, device=CUDA, dtype=torch.int32)[None].expand(rows, 40).contiguous()
         out = []
         for backend in (mixed, *parts):
-            paged = PagedRows(table, torch.full((rows,), 500, device=CUDA, dtype=torch.int32))
+            lengths = torch.full((rows,), 500, device=CUDA, dtype=torch.int32)
+            paged = AttentionRows(None, tables=(table,), lengths=lengths)
             backend.plan(paged)
             out.append(torch.empty_like(q))
             backend.attend(0, q, out[-1], paged)

@@ -12,12 +12,11 @@ import torch
 from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, reference_logits, save_checkpoint, strictly
 from safetensors.torch import load_file, save_file
 
-from baton.engine.cuda_flight import CudaFlight
-from baton.engine.cuda_graphs import batch_sizes
-from baton.engine.cuda_runner import CudaRunner
-from baton.engine.device_batch import Ragged
+from baton.engine.batch import HostBatch
+from baton.engine.launched_step import LaunchedStep
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.step_graphs import batch_sizes
 from baton.layers.async_copy import to_device
 
 PAIRS = ("mixed/mixed", "fa3/fa3", "fa3/triton", "triton/fa3", "triton/triton")
@@ -205,8 +204,8 @@ def test_a_small_step_by_graph_equals_the_same_without(checkpoint, pair):
     used = set()
     with torch.inference_mode():
         for count in (1, 2, 5, 8, 9, 14, 24):
-            step = Ragged.of(rows[:count])
-            flight = CudaFlight(1, tuple(rows[:count]), torch.cuda.Event())
+            step = HostBatch.of(rows[:count])
+            flight = LaunchedStep(1, tuple(rows[:count]))
             changes = runner._slots.changes(step.rows, {})
             if changes is not None:
                 runner._slots.write(*(to_device(array, CUDA) for array in changes))
@@ -305,7 +304,7 @@ def test_a_model_whose_values_are_damaged_fails(tmp_path, kind, quantization):
         inits = tuple(SlotInit(s, GREEDY, 0, (), (), 7) for s in slots)
         results.append(runner.read(runner.launch(StepPlan(2 + step, tuple(rows), inits))).rows)
     assert all(row.error is not None for step in results for row in step)
-    if isinstance(runner, CudaRunner):
+    if runner.kernels:
         row = PlanRow(0, tuple(prompts[0]), 0, ((0, 1),), (), pooling=Pooling.MEAN)
         (pooled,) = runner.read(runner.launch(StepPlan(9, (row,)))).rows
         assert pooled.error is not None

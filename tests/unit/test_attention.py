@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.attention.base import AttentionRow
+from attention_rows import Row, planned
 from baton.attention.fa3 import Fa3Attention, mismatch
 from baton.attention.flashinfer_paged import workspace_bytes
 from baton.attention.registry import BACKENDS, NoBackend, resolve
@@ -56,7 +56,7 @@ def test_any_mix_of_rows(name, dtype, page_size, heads, kv_heads):
     rows, history = [], []
     layer = 1
     for (start, count), pages in zip(shapes, needed, strict=True):
-        row = AttentionRow(start, count, tuple(free.pop() for _ in range(pages)))
+        row = Row(start, count, tuple(free.pop() for _ in range(pages)))
         k, v = (torch.randn(start, kv_heads, 16).to(dtype) for _ in range(2))
         keys, values = pool.layer(layer)
         for p in range(start):
@@ -65,12 +65,12 @@ def test_any_mix_of_rows(name, dtype, page_size, heads, kv_heads):
         rows.append(row)
         history.append((k, v))
     backend = BACKENDS[name](pool, heads)
-    backend.prepare(rows)
+    planned_rows = planned(backend, rows)
     total = sum(row.count for row in rows)
     q, k, v = (torch.randn(total, h, 16).to(dtype) for h in (heads, kv_heads, kv_heads))
     out = torch.full_like(q, math.nan)
     with torch.inference_mode():
-        backend.forward(layer, q, k, v, out)
+        backend.forward(layer, q, k, v, out, planned_rows)
     first = 0
     for row, (old_k, old_v) in zip(rows, history, strict=True):
         at = slice(first, first + row.count)
@@ -115,17 +115,17 @@ def test_a_row_of_one_token_gets_the_same_bits_alone_and_beside_others(
     pool.pages.copy_(torch.randn(pool.pages.shape))
     free = iter(range(pool.num_pages))
     rows = [
-        AttentionRow(n - 1, 1, tuple(next(free) for _ in range(pages)))
+        Row(n - 1, 1, tuple(next(free) for _ in range(pages)))
         for n, pages in zip(lengths, needed, strict=True)
     ]
     backend = BACKENDS["torch"](pool, heads, [options])
     q, k, v = (torch.randn(len(rows), n, dim) for n in (heads, kv_heads, kv_heads))
 
     def attended(chosen):
-        backend.prepare([rows[i] for i in chosen])
+        chosen_rows = planned(backend, [rows[i] for i in chosen])
         out = torch.empty(len(chosen), heads, dim)
         with torch.inference_mode():
-            backend.forward(0, q[chosen], k[chosen], v[chosen], out)
+            backend.forward(0, q[chosen], k[chosen], v[chosen], out, chosen_rows)
         return out
 
     alone = torch.cat([attended([i]) for i in range(len(rows))])
@@ -152,22 +152,22 @@ def test_steps_that_go_on_compute_what_one_prepared_anew_does(page_size, options
             tokens = torch.randn(each * page_size, kv_heads, dim)
             tokens[length:] = math.nan
             of_layer[own.start : own.stop] = tokens.view(each, page_size, kv_heads, dim)
-        return AttentionRow(length, 1, tuple(own))
+        return Row(length, 1, tuple(own))
 
     backend = BACKENDS["torch"](pool, heads, [options] * 2)
     rows = {place: begun(place, length) for place, length in enumerate((3, 30, 60, 110, 122))}
     for step in range(60):
         chosen = [place for place in rows if step % 20 < 10 or draw.random() < 0.8] or [0]
         copy.pages.copy_(pool.pages)
-        backend.prepare([rows[place] for place in chosen])
+        mine = planned(backend, [rows[place] for place in chosen])
         anew = BACKENDS["torch"](copy, heads, [options] * 2)
-        anew.prepare([rows[place] for place in chosen])
+        others = planned(anew, [rows[place] for place in chosen])
         for layer in range(2):
             q, k, v = (torch.randn(len(chosen), n, dim) for n in (heads, kv_heads, kv_heads))
             got, want = torch.empty_like(q), torch.empty_like(q)
             with torch.inference_mode():
-                backend.forward(layer, q, k, v, got)
-                anew.forward(layer, q, k, v, want)
+                backend.forward(layer, q, k, v, got, mine)
+                anew.forward(layer, q, k, v, want, others)
             assert got.isfinite().all() and torch.equal(got, want), (step, layer)
         for place in chosen:
             row, chance = rows[place], draw.random()
@@ -197,21 +197,21 @@ def test_latents_in_any_mix_of_rows(name, dtype, page_size):
     free = torch.randperm(pool.num_pages).tolist()
     rows, history = [], []
     for (start, count), pages in zip(shapes, needed, strict=True):
-        row = AttentionRow(start, count, tuple(free.pop() for _ in range(pages)))
+        row = Row(start, count, tuple(free.pop() for _ in range(pages)))
         latents = torch.randn(start, rank + rotated).to(dtype)
         for p in range(start):
             pool.layer(1)[0][row.pages[p // page_size], p % page_size] = latents[p]
         rows.append(row)
         history.append(latents)
     backend = BACKENDS[name](pool, heads, [options] * 2)
-    backend.prepare(rows)
+    planned_rows = planned(backend, rows)
     total = sum(row.count for row in rows)
     q, latents = (
         torch.randn(total, n, d).to(dtype) for n, d in ((heads, plain + rotated), (1, rank + rotated))
     )
     out = torch.full((total, heads, value), math.nan, dtype=dtype)
     with torch.inference_mode():
-        backend.forward(1, q, latents, latents, out)
+        backend.forward(1, q, latents, latents, out, planned_rows)
     exact = MlaProjections(projections.keys.double(), projections.values.double())
     first = 0
     for row, before in zip(rows, history, strict=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.batch import Step
 from baton.engine.plan import PlanRow, StepPlan
 from baton.engine.request import EngineRequest, SequencePhase
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.step_builder import Step
 from baton.engine.step_stats import WATCHDOG_FACTOR, MovingAverage, StepStats
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.step_cost import CostCalibration, StepCost

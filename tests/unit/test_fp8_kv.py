@@ -10,7 +10,7 @@ import torch
 from random_checkpoints import save_checkpoint
 from safetensors.torch import save_file
 
-from baton.attention.base import AttentionRow
+from attention_rows import Row, planned
 from baton.attention.fp8 import E4M3, dequantize, quantize
 from baton.attention.registry import NoBackend, resolve
 from baton.attention.torch_sdpa import TorchAttention
@@ -72,10 +72,10 @@ def test_attention_over_what_was_rounded(dtype, window):
         rows = sorted(
             ((i, a, b) for i, (a, b) in enumerate(ranges) if b > a), key=lambda each: each[2] - each[1] > 1
         )
-        backend.prepare([AttentionRow(a, b - a, pages[i]) for i, a, b in rows])
+        mine = planned(backend, [Row(a, b - a, pages[i]) for i, a, b in rows])
         of_rows = (torch.cat([part[i, a:b] for i, a, b in rows]) for part in (q, k, v))
         out = torch.full((sum(b - a for _, a, b in rows), HEADS, DIM), math.nan, dtype=dtype)
-        backend.forward(layer, *of_rows, out)
+        backend.forward(layer, *of_rows, out, mine)
         for i, a, b in rows:
             outs[i][a:b], out = out[: b - a], out[b - a :]
 

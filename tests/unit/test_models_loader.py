@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.checkpoint_config import context_length
 from baton.config import DecodeConfig
-from baton.layers.forward_batch import ForwardBatch
+from baton.layers.batch import Batch
 from baton.layers.parameters import Parameters
 from baton.layers.tensor_parallel import Shard
 from baton.model_path import CheckpointError
@@ -404,7 +404,8 @@ def test_dummy_weights_are_always_the_same_and_need_no_files(checkpoint):
     assert torch.equal(a.embedding, b.embedding)
     tokens, positions = torch.arange(9), torch.arange(9)
     with torch.inference_mode():
-        batch = ForwardBatch(tokens, positions, lambda layer, q, k, v: q.reshape(9, -1))
+        attention = SimpleNamespace(write_and_attend=lambda layer, q, k, v: q.reshape(9, -1))
+        batch = Batch(tokens, positions, attention)
         logits = a.logits(a.forward(batch))
     assert 0.1 < logits.std().item() < 100
     with pytest.raises(ModelError, match="load format"):

@@ -10,7 +10,6 @@ from hash_runner import HashRunner, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.batch import divide_budget
 from baton.engine.plan import RowResult, StepResult
 from baton.engine.request import (
     EngineFinishReason,
@@ -23,6 +22,7 @@ from baton.engine.request import (
 )
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
+from baton.engine.step_builder import divide_budget
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState
 from baton.sim.scheduler_rules import check_scheduler

@@ -1,10 +1,10 @@
-"""The interface of attention backends."""
+"""The interface of attention backends, and the rows that they attend for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -12,22 +12,82 @@ from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionRow:
-    """Consecutive tokens of one sequence: positions start .. start + count - 1, which attend to all up to
-    their own. Positions count from the first page given, which is the sequence's first that a window sees."""
+class HostRow(Protocol):
+    """A row on the host: `engine.plan.PlanRow`."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def tables(self) -> Sequence[Sequence[int]]: ...
+
+
+@dataclass(slots=True)
+class AttentionRows:
+    """Consecutive rows of a step that attend together, in each KV group by one backend.
+
+    A row's tokens are consecutive positions of one sequence, the last of which is keys - 1; each attends to
+    all positions up to its own. No two rows of a step belong to the same sequence, and no row writes a page
+    that another row uses. A kernel's inputs besides queries and pages, the same for all layers of a group.
+    """
+
+    host: Sequence[HostRow] | None
+    """None in a CUDA graph, which is replayed for other rows."""
+    first: int = 0
+    """Index of their first token in the step."""
+    tokens: int = 0
+    """In all."""
+    tables: tuple[torch.Tensor, ...] = ()
+    """Of each KV group int32 [rows, pages] on the device; entries behind a row's end may name any page. None
+    for backends that read the host's."""
+    lengths: torch.Tensor | None = None
+    """int32 [rows] on the device, likewise: keys of each row's last token."""
+    starts: torch.Tensor | None = None
+    """int32 [rows + 1]: where each row's tokens start, counted from `first`; None: one token a row."""
+    longest: int = 1
+    """Tokens of the longest row, at most."""
+    plans: dict[int, Any] = field(default_factory=dict)
+    """By KV group, what its backend has computed for all layers."""
+
+    @property
+    def keys(self) -> torch.Tensor:
+        assert self.lengths is not None
+        return self.lengths
+
+    def starts_of_all(self) -> torch.Tensor:
+        """`starts`, also of rows of one token each."""
+        if self.starts is not None:
+            return self.starts
+        return torch.arange(self.keys.shape[0] + 1, dtype=torch.int32, device=self.keys.device)
+
+
+class SeenRow(NamedTuple):
+    """What a row sees of a KV group, on the host: positions count from the first page given, which is the
+    sequence's first that a window sees."""
 
     start: int
-    count: int
+    tokens: int
     pages: Sequence[int]
     """pages[p // page_size] holds position p; may be longer than needed."""
 
 
-class AttentionBackend(Protocol):
-    """Bound to one KV group of a pool. `prepare` once per step, then `forward` once per layer, in one thread.
+def seen_rows(rows: AttentionRows, group: int, page_size: int, window: int | None) -> list[SeenRow]:
+    """The rows in a KV group whose layers have this window."""
+    assert rows.host is not None
+    seen, size = [], page_size
+    for row in rows.host:
+        table = row.tables[group]
+        first = 0 if window is None else max(0, row.start - window + 1) // size
+        seen.append(SeenRow(row.start - first * size, row.count, table[first:] if first else table))
+    return seen
 
-    No two rows of a step belong to the same sequence, and no row writes a page that another row uses.
-    """
+
+class AttentionBackend(Protocol):
+    """Bound to one KV group: the view of a pool that has its layout. `plan` once per step, then `forward`
+    once per layer, in one thread."""
 
     name: str
     features: frozenset[str]
@@ -40,16 +100,24 @@ class AttentionBackend(Protocol):
         """None if the backend works here (with this dtype and head size, if given); else why not."""
         ...
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
-        """`options`: of each layer of a page; empty: none in any layer."""
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
+        """`options`: of each layer of a page; empty: none in any layer. `group`: index of the KV group."""
         ...
 
-    def prepare(self, rows: Sequence[AttentionRow]) -> None:
-        """Prepares a step's rows, those of one token first; tokens are flattened in this order."""
+    def plan(self, rows: AttentionRows) -> None:
+        """Prepares a step."""
         ...
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        rows: AttentionRows,
     ) -> None:
         """Writes k and v [tokens, kv heads, head_dim] into the pages' `layer`, then attends with q
         [tokens, heads, head_dim] into `out`, of q's shape."""

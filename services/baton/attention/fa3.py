@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
+from baton.attention.base import AttentionRows
+from baton.attention.paged import PagedAttention, gpu_problem
 from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
@@ -72,29 +73,31 @@ class Fa3Attention(PagedAttention):
             return f"sgl_kernel cannot be loaded: {reason}"
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
         from baton.layers.kernels.rope_kv_write import to_fp8
 
-        super().__init__(pool, num_heads, options)
+        super().__init__(pool, num_heads, options, group)
         self._attend: Any = flash_attn_with_kvcache
         self._extra = [_arguments(each) for each in self._options]
         self._to_fp8 = to_fp8
 
-    def plan(self, rows: PagedRows) -> None:
+    def plan(self, rows: AttentionRows) -> None:
         """Computes once for all layers without a window how rows of one token are split among
         multiprocessors."""
         if rows.starts is not None or all(options.window is not None for options in self._options):
             return
-        rows.plan = self._divided(rows)
+        rows.plans[self._group] = self._divided(rows)
 
     def _divided(
-        self, rows: PagedRows, starts: torch.Tensor | None = None, longest: int = 1, num_splits: int = 0
+        self, rows: AttentionRows, starts: torch.Tensor | None = None, longest: int = 1, num_splits: int = 0
     ) -> Any:
         """The kernel's plan; `num_splits` 0: as many as it chooses."""
         layout = self._layout
-        count, pages = rows.table.shape
+        count, pages = rows.tables[self._group].shape
         return torch.ops.sgl_kernel.get_scheduler_metadata(
             count,
             longest,
@@ -104,7 +107,7 @@ class Fa3Attention(PagedAttention):
             layout.head_dim,
             layout.head_dim,
             layout.dtype,
-            rows.lengths,
+            rows.keys,
             starts,
             None,
             None,
@@ -116,13 +119,13 @@ class Fa3Attention(PagedAttention):
             num_splits=num_splits,
         )
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
         keys, values = self._layers[layer]
         single = rows.starts is None
         options, extra = self._options[layer], self._extra[layer]
         target = out
         if (scales := options.kv_scales) is not None:
-            of_rows = scales[:, None].expand(-1, rows.lengths.shape[0], -1)
+            of_rows = scales[:, None].expand(-1, rows.keys.shape[0], -1)
             extra = {**extra, "k_descale": of_rows[0], "v_descale": of_rows[1]}
             q = self._to_fp8(q)
             if out.dtype != torch.bfloat16:
@@ -131,12 +134,12 @@ class Fa3Attention(PagedAttention):
             q.unsqueeze(1) if single else q,
             keys,
             values,
-            cache_seqlens=rows.lengths,
-            page_table=rows.table,
+            cache_seqlens=rows.keys,
+            page_table=rows.tables[self._group],
             cu_seqlens_q=rows.starts,
             max_seqlen_q=rows.longest,
             causal=True,
-            scheduler_metadata=None if options.window is not None else rows.plan,
+            scheduler_metadata=None if options.window is not None else rows.plans.get(self._group),
             out=target.unsqueeze(1) if single else target,
             **extra,
         )
@@ -182,20 +185,20 @@ class FixedFa3Attention(Fa3Attention):
             return f"heads of {head_dim} were measured to depend on the batch; those of {_HEAD_DIM} do not"
         return None
 
-    def plan(self, rows: PagedRows) -> None:
+    def plan(self, rows: AttentionRows) -> None:
         """Computes once for all layers how chunks are split among multiprocessors."""
         starts = rows.starts_of_all()
-        rows.plan = starts, self._divided(rows, starts, max(rows.longest, _LEAST), num_splits=1)
+        rows.plans[self._group] = starts, self._divided(rows, starts, max(rows.longest, _LEAST), num_splits=1)
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
         keys, values = self._layers[layer]
-        starts, metadata = rows.plan
+        starts, metadata = rows.plans[self._group]
         self._attend(
             q,
             keys,
             values,
-            cache_seqlens=rows.lengths,
-            page_table=rows.table,
+            cache_seqlens=rows.keys,
+            page_table=rows.tables[self._group],
             cu_seqlens_q=starts,
             max_seqlen_q=max(rows.longest, _LEAST),
             causal=True,

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
+from baton.attention.base import AttentionRows
+from baton.attention.paged import PagedAttention, gpu_problem
 from baton.kvcache.kv_pool import KvPool
 from baton.layers.async_copy import to_device
 from baton.layers.attention import AttentionOptions
@@ -64,10 +65,12 @@ class FlashInferAttention(PagedAttention):
             return f"flashinfer cannot be loaded: {str(error).splitlines()[0]}"
         return None if importlib.util.find_spec("flashinfer_jit_cache") is not None else _no_compiler()
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        super().__init__(pool, num_heads, options)
+        super().__init__(pool, num_heads, options, group)
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         size = workspace_bytes(num_heads, pool.layout.num_kv_heads, pool.layout.head_dim, processors)
         workspace = torch.empty(size, dtype=torch.uint8, device=pool.device)
@@ -80,11 +83,12 @@ class FlashInferAttention(PagedAttention):
         ]
         self._planners = itertools.cycle(planners)
 
-    def plan(self, rows: PagedRows) -> None:
-        host = rows.host
-        assert host is not None
-        size, width = self._layout.page_size, rows.table.shape[1]
-        pages = -(-host.lengths // size)
+    def plan(self, rows: AttentionRows) -> None:
+        assert rows.host is not None
+        counts = np.array([row.count for row in rows.host])
+        lengths = counts + [row.start for row in rows.host]
+        size, width = self._layout.page_size, rows.tables[self._group].shape[1]
+        pages = -(-lengths // size)
         indptr = _indptr(pages)
         # Entries of each row's pages in the table: its first entry and the following ones.
         first = np.repeat(np.arange(len(pages)) * width - indptr[:-1], pages)
@@ -93,10 +97,10 @@ class FlashInferAttention(PagedAttention):
         # Usually the earlier step has ended; this waits only for the copy of its plan.
         planner.uploaded.synchronize()
         planner.wrapper.plan(
-            _pinned(_indptr(host.counts)),
+            _pinned(_indptr(counts)),
             _pinned(indptr),
-            rows.table.reshape(-1).index_select(0, entries),
-            _pinned(host.lengths - (pages - 1) * size),
+            rows.tables[self._group].reshape(-1).index_select(0, entries),
+            _pinned(lengths - (pages - 1) * size),
             self._num_heads,
             self._layout.num_kv_heads,
             self._layout.head_dim,
@@ -104,13 +108,13 @@ class FlashInferAttention(PagedAttention):
             causal=True,
             q_data_type=self._layout.dtype,
             kv_data_type=self._layout.dtype,
-            max_token_per_sequence=int(host.counts.max()),
+            max_token_per_sequence=int(counts.max()),
         )
         planner.uploaded.record()
-        rows.plan = planner.wrapper
+        rows.plans[self._group] = planner.wrapper
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
-        rows.plan.run(q, self._layers[layer], out=out, enable_pdl=False)
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
+        rows.plans[self._group].run(q, self._layers[layer], out=out, enable_pdl=False)
 
 
 def workspace_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.attention.base import AttentionRows
 from baton.attention.fa3 import Fa3Attention
-from baton.attention.paged import PagedAttention, PagedRows
+from baton.attention.paged import PagedAttention
 from baton.attention.triton_paged import TritonAttention
 from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
@@ -36,20 +37,22 @@ class MixedAttention(PagedAttention):
                 return f"{part.name}: {problem}"
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
-        super().__init__(pool, num_heads, options)
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
+        super().__init__(pool, num_heads, options, group)
         self._few, self._many = (
-            TritonAttention(pool, num_heads, options),
-            Fa3Attention(pool, num_heads, options),
+            TritonAttention(pool, num_heads, options, group),
+            Fa3Attention(pool, num_heads, options, group),
         )
 
-    def plan(self, rows: PagedRows) -> None:
+    def plan(self, rows: AttentionRows) -> None:
         self._part(rows).plan(rows)
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
         self._part(rows).attend(layer, q, out, rows)
 
-    def _part(self, rows: PagedRows) -> PagedAttention:
-        count = rows.lengths.shape[0]
+    def _part(self, rows: AttentionRows) -> PagedAttention:
+        count = rows.keys.shape[0]
         few = rows.starts is None and (count <= FEW_ROWS or self._few.streams(count))
         return self._few if few else self._many

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from baton.attention.base import AttentionRows
 from baton.attention.fa3 import Fa3Attention
-from baton.attention.paged import PagedAttention, PagedRows
+from baton.attention.paged import PagedAttention
 from baton.attention.triton_paged import TritonAttention
 from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
@@ -42,8 +43,10 @@ class MlaPagedAttention(PagedAttention):
             return f"has no kernel for latents of {head_dim} values, only of {_RANK + _ROTATED}"
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
-        super().__init__(pool, num_heads, options)
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
+        super().__init__(pool, num_heads, options, group)
         self._caches = [keys.squeeze(2) for keys, _ in self._layers]
         """Latents of each layer: [pages, page_size, rank + rotated]."""
         self._scales = [each.scale or 0.0 for each in self._options]
@@ -51,14 +54,20 @@ class MlaPagedAttention(PagedAttention):
         self._rank = _RANK if projections is None else projections.rank
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        rows: AttentionRows,
     ) -> None:
         """`k` and `v`: the latents with rotated keys, [tokens, 1, rank + rotated]."""
         projections = self._options[layer].latent
-        assert self._entries is not None and self._rows is not None and projections is not None
-        self._pool.vectors.index_copy_(0, self._entries + layer * self._layout.page_size, k.squeeze(1))
+        assert projections is not None
+        self._pool.vectors.index_copy_(0, self._written(rows) + layer * self._layout.page_size, k.squeeze(1))
         attended = q.new_empty(*q.shape[:2], projections.rank)
-        self.attend(layer, projections.absorb(q), attended, self._rows)
+        self.attend(layer, projections.absorb(q), attended, rows)
         out.copy_(projections.project(attended))
 
 
@@ -73,32 +82,34 @@ class TritonMlaAttention(MlaPagedAttention):
     ) -> str | None:
         return MlaPagedAttention._problem(TritonAttention, device, dtype, head_dim)
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
         from baton.layers.kernels import mla_attention
 
-        super().__init__(pool, num_heads, options)
+        super().__init__(pool, num_heads, options, group)
         self._kernels = mla_attention
         self._pdl = torch.cuda.get_device_capability(pool.device) >= (9, 0)
 
-    def plan(self, rows: PagedRows) -> None:
+    def plan(self, rows: AttentionRows) -> None:
         """Scratch for the parts of rows of one token."""
         if rows.starts is not None:
             return
-        count, heads = rows.lengths.shape[0], self._num_heads
+        count, heads = rows.keys.shape[0], self._num_heads
         groups = -(-heads // 64)
         splits = max(1, min(_MOST_SPLITS, 2 * _PROGRAMS // (count * groups)))
         if splits > 1:
             device = self._pool.device
-            rows.plan = (
+            rows.plans[self._group] = (
                 torch.empty(splits, count, heads, self._rank, dtype=torch.float32, device=device),
                 torch.empty(splits, count, heads, dtype=torch.float32, device=device),
             )
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
         cache, scale = self._caches[layer], self._scales[layer]
-        partial, sums = rows.plan or (out, None)
+        partial, sums = rows.plans.get(self._group) or (out, None)
         self._kernels.attend(
-            q, cache, rows.table, rows.lengths, rows.starts, partial, scale, sums, pdl=self._pdl
+            q, cache, rows.tables[self._group], rows.keys, rows.starts, partial, scale, sums, pdl=self._pdl
         )
         if sums is not None:
             self._kernels.merge(partial, sums, out, pdl=self._pdl)
@@ -116,10 +127,12 @@ class Fa3MlaAttention(MlaPagedAttention):
     ) -> str | None:
         return MlaPagedAttention._problem(Fa3Attention, device, dtype, head_dim)
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-        super().__init__(pool, num_heads, options)
+        super().__init__(pool, num_heads, options, group)
         self._attend: Any = flash_attn_with_kvcache
         layout = pool.layout
         self._page_size = math.gcd(layout.page_size, _FA3_PAGE)
@@ -128,18 +141,18 @@ class Fa3MlaAttention(MlaPagedAttention):
         of_layers = [pages[layer * self._of_page :] for layer in range(layout.num_layers)]
         self._views = [(each[..., self._rank :], each[..., : self._rank]) for each in of_layers]
 
-    def plan(self, rows: PagedRows) -> None:
+    def plan(self, rows: AttentionRows) -> None:
         """Computes once for all layers the page table, and how rows of one token are split among
         multiprocessors."""
         layout = self._layout
         parts = torch.arange(self._of_page, dtype=torch.int32, device=self._pool.device)
-        first = rows.table * (layout.num_layers * self._of_page)
+        first = rows.tables[self._group] * (layout.num_layers * self._of_page)
         table = (first[..., None] + parts).flatten(1)
-        rows.plan = table, None
+        rows.plans[self._group] = table, None
         if rows.starts is not None:
             return
         count, pages = table.shape
-        rows.plan = (
+        rows.plans[self._group] = (
             table,
             torch.ops.sgl_kernel.get_scheduler_metadata(
                 count,
@@ -150,7 +163,7 @@ class Fa3MlaAttention(MlaPagedAttention):
                 layout.head_dim - self._rank,
                 self._rank,
                 layout.dtype,
-                rows.lengths,
+                rows.keys,
                 None,
                 None,
                 None,
@@ -163,9 +176,9 @@ class Fa3MlaAttention(MlaPagedAttention):
             ),
         )
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
         keys, values = self._views[layer]
-        table, metadata = rows.plan
+        table, metadata = rows.plans[self._group]
         single = rows.starts is None
         query = q.unsqueeze(1) if single else q
         self._attend(
@@ -173,7 +186,7 @@ class Fa3MlaAttention(MlaPagedAttention):
             keys,
             values,
             qv=query[..., : self._rank],
-            cache_seqlens=rows.lengths,
+            cache_seqlens=rows.keys,
             page_table=table,
             cu_seqlens_q=rows.starts,
             max_seqlen_q=rows.longest,

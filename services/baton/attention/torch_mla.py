@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from baton.attention.base import AttentionRow
+from baton.attention.base import AttentionRows, SeenRow, seen_rows
 from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
@@ -24,8 +24,11 @@ class TorchMlaAttention:
     ) -> str | None:
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
         self._pool = pool
+        self._group = group
         self._options = options
         self._rows: list[tuple[slice, int, torch.Tensor]] = []
         """For each chunk its tokens, keys of its last one, pages."""
@@ -35,13 +38,16 @@ class TorchMlaAttention:
         self._pages = self._offsets = torch.empty(0)
         """For each token, where its latent is written."""
 
-    def prepare(self, rows: Sequence[AttentionRow]) -> None:
+    def plan(self, rows: AttentionRows) -> None:
+        self._plan(seen_rows(rows, self._group, self._pool.layout.page_size, None))
+
+    def _plan(self, rows: Sequence[SeenRow]) -> None:
         size = self._pool.layout.page_size
         places = [
-            (row.pages[p // size], p % size) for row in rows for p in range(row.start, row.start + row.count)
+            (row.pages[p // size], p % size) for row in rows for p in range(row.start, row.start + row.tokens)
         ]
         self._pages, self._offsets = self._tensor(places).unbind(1)
-        self._single = sum(row.count == 1 for row in rows)
+        self._single = sum(row.tokens == 1 for row in rows)
         singles = rows[: self._single]
         used = [row.start // size + 1 for row in singles]
         width = max(used, default=0)
@@ -52,13 +58,19 @@ class TorchMlaAttention:
         self._rows = []
         first = self._single
         for row in rows[self._single :]:
-            end = row.start + row.count
+            end = row.start + row.tokens
             pages = self._tensor(row.pages[: -(-end // size)])
-            self._rows.append((slice(first, first + row.count), end, pages))
-            first += row.count
+            self._rows.append((slice(first, first + row.tokens), end, pages))
+            first += row.tokens
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        rows: AttentionRows,
     ) -> None:
         """`k` and `v`: the latents with rotated keys, [tokens, 1, rank + rotated]."""
         latents, _ = self._pool.layer(layer)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from baton.attention.base import AttentionRow
+from baton.attention.base import AttentionRows, SeenRow, seen_rows
 from baton.attention.fp8 import dequantize, quantize
 from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
@@ -78,11 +78,14 @@ class TorchAttention:
     ) -> str | None:
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
         self._options = options or [AttentionOptions()] * pool.layout.num_layers
         self._pool = pool
         self._layout = pool.layout
         self._num_heads = num_heads
+        self._group = group
         self._layers = torch.arange(pool.layout.num_layers, device=pool.device)[:, None]
         first, self._kv_heads = pool.heads
         self._heads = np.arange(first, first + self._kv_heads) * (2 * pool.layout.num_layers)
@@ -96,7 +99,7 @@ class TorchAttention:
         page_bytes = pool.layout.page_bytes * self._kv_heads // pool.layout.num_kv_heads
         page_bytes //= pool.layout.num_layers
         self._pages_at_once = _GROUP_BYTES // page_bytes if pool.device.type == "cpu" else sys.maxsize
-        self._rows: Sequence[AttentionRow] = ()
+        self._rows: Sequence[SeenRow] = ()
         self._starts: dict[int, int] = {}
         """First positions of each row by its table's identity, which the row keeps."""
         self._single = 0
@@ -114,8 +117,12 @@ class TorchAttention:
         self._values: tuple[torch.Tensor, ...] = ()
         """Views of `_written`, of each layer."""
 
-    def prepare(self, rows: Sequence[AttentionRow]) -> None:
+    def plan(self, rows: AttentionRows) -> None:
         """Rows of one token come before all others."""
+        window = self._options[0].window
+        self._plan(seen_rows(rows, self._group, self._layout.page_size, window))
+
+    def _plan(self, rows: Sequence[SeenRow]) -> None:
         if self._one_token_on(rows):
             self._written += 1
             for group in self._groups:
@@ -125,32 +132,32 @@ class TorchAttention:
         size = self._layout.page_size
         places: list[tuple[int, int]] = []
         for row in rows:
-            if row.count == 1:
+            if row.tokens == 1:
                 places.append((row.pages[row.start // size], row.start % size))
             else:
-                places += [(row.pages[p // size], p % size) for p in range(row.start, row.start + row.count)]
+                places += [(row.pages[p // size], p % size) for p in range(row.start, row.start + row.tokens)]
         self._written = self._vectors_at(places)
         self._keys, self._values = (half.unbind(0) for half in self._written.unbind(0))
-        self._single = next((i for i, row in enumerate(rows) if row.count > 1), len(rows))
-        self._group(rows[: self._single])
+        self._single = next((i for i, row in enumerate(rows) if row.tokens > 1), len(rows))
+        self._group_rows(rows[: self._single])
         self._chunks = []
         first = self._single
         for row in rows[self._single :]:
             self._chunks.append(self._chunk(row, first))
-            first += row.count
+            first += row.tokens
         self._remember(rows)
 
-    def _remember(self, rows: Sequence[AttentionRow]) -> None:
+    def _remember(self, rows: Sequence[SeenRow]) -> None:
         self._rows = rows
-        self._starts = {id(row.pages): row.start for row in rows if row.count == 1}
+        self._starts = {id(row.pages): row.start for row in rows if row.tokens == 1}
 
-    def _goes_on(self, row: AttentionRow) -> bool:
+    def _goes_on(self, row: SeenRow) -> bool:
         """It had one token in the step before, too, and is one token on in the same page. Another sequence's
         table is another object, even if it has the same pages."""
         before = self._starts.get(id(row.pages))
-        return row.count == 1 and before == row.start - 1 and row.start % self._layout.page_size != 0
+        return row.tokens == 1 and before == row.start - 1 and row.start % self._layout.page_size != 0
 
-    def _one_token_on(self, rows: Sequence[AttentionRow]) -> bool:
+    def _one_token_on(self, rows: Sequence[SeenRow]) -> bool:
         """The rows are those of the step before in the same order, and each goes on."""
         if len(rows) != len(self._rows) or self._chunks:
             return False
@@ -169,7 +176,13 @@ class TorchAttention:
         return torch.stack((keys, keys + size))
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        rows: AttentionRows,
     ) -> None:
         options, dim = self._options[layer], self._layout.head_dim
         own_k, own_v = k, v
@@ -230,10 +243,10 @@ class TorchAttention:
         heads = pages.view(2, rows, self._kv_heads, -1, dim)[:, :, :, :length]
         return _Gathered(pages, heads, heads[0], heads[1])
 
-    def _group(self, rows: Sequence[AttentionRow]) -> None:
+    def _group_rows(self, rows: Sequence[SeenRow]) -> None:
         """Groups rows of one token, sorted by length; `_order` is None where they come so."""
         order = sorted(range(len(rows)), key=lambda i: -rows[i].start)
-        parts: list[tuple[int, list[AttentionRow]]] = []
+        parts: list[tuple[int, list[SeenRow]]] = []
         for i in order:
             length = self._padded(rows[i])
             if parts:
@@ -258,7 +271,7 @@ class TorchAttention:
             self._group_pages = tuple(torch.split(layer, sizes) for layer in of_layers.unbind(0))
             self._clear_ends(rows)
 
-    def _clear_ends(self, rows: Sequence[AttentionRow]) -> None:
+    def _clear_ends(self, rows: Sequence[SeenRow]) -> None:
         """Memory behind a row's end in its last page is gathered with it and may hold NaN, and 0 times NaN is
         NaN. Only the row itself writes into this page, so it stays cleared while the row goes on."""
         size = self._layout.page_size
@@ -278,11 +291,11 @@ class TorchAttention:
         if not group.padded:
             group.gathered = self._gathered(len(group.gathered.pages), 1, group.lengths[0])
 
-    def _pads(self, row: AttentionRow) -> bool:
+    def _pads(self, row: SeenRow) -> bool:
         """A row too long to share a group is not padded."""
         return 2 * (row.start // self._layout.page_size + 1) <= self._pages_at_once
 
-    def _padded(self, row: AttentionRow) -> int:
+    def _padded(self, row: SeenRow) -> int:
         """Keys that the row's are padded to, so that rows of similar length come together: to whole pages,
         above seven to the next of four steps between powers of two.
 
@@ -296,7 +309,7 @@ class TorchAttention:
         step = 1 << max(0, pages.bit_length() - 3)
         return -(-pages // step) * step * size
 
-    def _padded_table(self, rows: Sequence[AttentionRow], length: int) -> list[int]:
+    def _padded_table(self, rows: Sequence[SeenRow], length: int) -> list[int]:
         """The rows' pages one after the other, of each so many that they hold `length` keys."""
         size = self._layout.page_size
         width = -(-length // size)
@@ -322,8 +335,8 @@ class TorchAttention:
                 group.masks[window] = torch.from_numpy(mask).to(self._pool.device, dtype)
         return group.masks[window]
 
-    def _chunk(self, row: AttentionRow, first: int) -> _Chunk:
-        tokens, end = slice(first, first + row.count), row.start + row.count
+    def _chunk(self, row: SeenRow, first: int) -> _Chunk:
+        tokens, end = slice(first, first + row.tokens), row.start + row.tokens
         pages = row.pages[: -(-end // self._layout.page_size)] if row.start else None
         if pages is None:
             return _Chunk(tokens, end, None)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
+from baton.attention.base import AttentionRows
+from baton.attention.paged import PagedAttention, gpu_problem
 from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
@@ -41,11 +42,13 @@ class TritonAttention(PagedAttention):
             return "triton is not installed; torch for CUDA brings it"
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+    def __init__(
+        self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
+    ) -> None:
         from baton.layers.kernels.decode_attention import decode_attention, most_splits, whole
         from baton.layers.kernels.prefill_attention import chunk_attention
 
-        super().__init__(pool, num_heads, options)
+        super().__init__(pool, num_heads, options, group)
         self._chunks, self._singles, self._whole = chunk_attention, decode_attention, whole
         self._most = most_splits(num_heads // pool.layout.num_kv_heads, pool.layout.head_dim)
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
@@ -61,27 +64,27 @@ class TritonAttention(PagedAttention):
         made = all(self._whole(self._layout.head_dim, page_size, options) for options in self._options)
         return made and rows * heads >= self._programs
 
-    def plan(self, rows: PagedRows) -> None:
+    def plan(self, rows: AttentionRows) -> None:
         """Scratch for the parts of rows of one token."""
         if rows.starts is not None:
             return
         layout = self._layout
-        pairs = rows.lengths.shape[0] * layout.num_kv_heads
+        pairs = rows.keys.shape[0] * layout.num_kv_heads
         splits = max(1, min(self._most, self._programs // pairs))
         parts = pairs * splits * (self._num_heads // layout.num_kv_heads) if splits > 1 else 0
-        rows.plan = (
+        rows.plans[self._group] = (
             splits,
             torch.empty(parts * (layout.head_dim + 1), dtype=torch.float32, device=self._pool.device),
         )
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
         keys, values = self._layers[layer]
         options = self._options[layer]
         if rows.starts is not None:
-            self._chunks(q, keys, values, rows.table, rows.lengths, rows.starts, out, options)
+            self._chunks(q, keys, values, rows.tables[self._group], rows.keys, rows.starts, out, options)
         else:
-            splits, scratch = rows.plan
-            where = rows.table, rows.lengths, out, scratch, self._counters, splits, self._pdl
+            splits, scratch = rows.plans[self._group]
+            where = rows.tables[self._group], rows.keys, out, scratch, self._counters, splits, self._pdl
             self._singles(q, keys, values, *where, options)
 
 
@@ -92,9 +95,18 @@ class FixedTritonAttention(TritonAttention):
 
     name = "triton-fixed"
 
-    def plan(self, rows: PagedRows) -> None:
-        rows.plan = rows.starts_of_all()
+    def plan(self, rows: AttentionRows) -> None:
+        rows.plans[self._group] = rows.starts_of_all()
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
         keys, values = self._layers[layer]
-        self._chunks(q, keys, values, rows.table, rows.lengths, rows.plan, out, self._options[layer])
+        self._chunks(
+            q,
+            keys,
+            values,
+            rows.tables[self._group],
+            rows.keys,
+            rows.plans[self._group],
+            out,
+            self._options[layer],
+        )

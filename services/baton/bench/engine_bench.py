@@ -14,11 +14,11 @@ import torch
 
 from baton.bench.workload import Job
 from baton.config import WorkerConfig
-from baton.engine.batch import Step
-from baton.engine.cuda_runner import CudaRunner
+from baton.engine.model_runner import ModelRunner
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.step_builder import Step
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.model_path import resolve
 from baton.rpc.address import new_incarnation
@@ -97,7 +97,7 @@ class EngineBench:
             "start_seconds": self.start_seconds,
         }
         runner = self.engine.runner
-        if isinstance(runner, CudaRunner):
+        if isinstance(runner, ModelRunner) and runner.kernels:
             graphs = [each for each in (runner.graphs, runner.chunk_graphs) if each is not None]
             found["graphs_seconds"] = sum(each.seconds for each in graphs)
             found["graphs_mib"] = sum(each.bytes for each in graphs) / 2**20

@@ -1,154 +1,99 @@
-"""Builds a step: its ragged batch, and which sequences each row belongs to. Pure functions of sequences."""
+"""The host's mirror of a step's batch (`layers.batch.Batch`): its rows as arrays, made of the plan."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.engine.plan import PlanRow, SlotInit, StepPlan
-from baton.engine.request import Sequence
-from baton.kvcache import BlockTable
+import numpy as np
+import numpy.typing as npt
 
+from baton.engine.plan import PlanRow
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Pages, one a KV group, that a forked choice copies before its first row. `holding` owns the sources and
-    is pinned."""
-
-    holding: BlockTable
-    sequence: Sequence
-    pairs: tuple[tuple[int, int], ...]
-    """Source and target."""
+Ints = npt.NDArray[np.int64]
+Lane = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
-class Record:
-    """What the scheduler must do with a row's result."""
+class HostBatch:
+    """Rows of one token come first, then chunks; tokens in the order of their rows."""
 
-    sequence: Sequence
-    epoch: int
-    end: int
-    """Tokens whose KV is final once the row has retired."""
-    targets: tuple[Sequence, ...]
-    """Sequences that sample a token from the row."""
+    order: list[int]
+    """Each row's place in the plan."""
+    rows: list[PlanRow]
+    single: int
+    """Rows of one token."""
+    longest: int
+    """Tokens of the longest row."""
+    ids: Lane
+    """[tokens]: -1: the last token of the row's slot."""
+    positions: Lane
+    token_slots: Lane
+    row_slots: Lane
+    """[rows]"""
+    lengths: Lane
+    """[rows]: keys of each row's last token."""
+    starts: Lane
+    """[rows + 1]: where each row's tokens start."""
+    slots: Ints
+    """[samples], in the order of the plan: where what is sampled goes to."""
+    targets: Ints
+    """[samples]: positions of what is sampled."""
+    last: Lane
+    """[samples]: the token whose logits are sampled from."""
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    plan: StepPlan
-    records: tuple[Record, ...]
-    pinned: tuple[BlockTable, ...]
-    """To be unpinned when the step has retired."""
-
-
-class StepBuilder:
-    """Collects the rows of one step."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.records: list[Record] = []
-        self._rows: list[PlanRow] = []
-        self._inits: list[SlotInit] = []
-
-    def add_decode(self, sequence: Sequence) -> None:
-        """A row for the sequence's last token, which samples the next."""
-        assert sequence.slot is not None and sequence.holding is not None
-        if not sequence.slot_ready:
-            self._init_slot(sequence, sequence.tokens[-1])
-        slot, tables = sequence.slot, sequence.holding.page_tables()
-        self._rows.append(PlanRow(slot, None, sequence.computed, tables, (slot,)))
-        self.records.append(Record(sequence, sequence.epoch, sequence.computed + 1, (sequence,)))
-
-    def add_chunk(self, sequence: Sequence, count: int) -> None:
-        """A row for the next `count` tokens of a prompt. The last chunk samples a token for each choice."""
-        assert sequence.slot is not None and sequence.holding is not None
-        request, start, end = sequence.request, sequence.computed, sequence.computed + count
-        samples = end == len(sequence.tokens) and request.pooling is None
-        targets = (sequence, *sequence.followers) if samples else ()
-        for target in targets:
-            self._init_slot(target, None)
-        wanted: tuple[int, ...] | None = None
-        if request.wants_prompt_logprobs:
-            wanted = request.prompt[start + 1 : start + 1 + count]
-        row = PlanRow(
-            slot=sequence.slot,
-            tokens=sequence.tokens[start:end],
-            start=start,
-            tables=sequence.holding.page_tables(),
-            sample=tuple(target.slot for target in targets if target.slot is not None),
-            prompt_logprobs=wanted,
-            prompt_top=(request.params.prompt_logprobs or 0) if wanted is not None else 0,
-            pooling=request.pooling,
+    @classmethod
+    def of(cls, rows: Sequence[PlanRow]) -> HostBatch:
+        counts = [row.count for row in rows]
+        order = sorted(range(len(rows)), key=lambda i: counts[i] > 1)
+        ids: list[int] = []
+        positions: list[int] = []
+        ends = [0]
+        end_of = [0] * len(rows)
+        ordered = [rows[i] for i in order]
+        for i, row in zip(order, ordered, strict=True):
+            if row.tokens is None:
+                ids.append(-1)
+                positions.append(row.start)
+            else:
+                ids += row.tokens
+                positions += range(row.start, row.start + counts[i])
+            ends.append(len(ids))
+            end_of[i] = len(ids)
+        row_slots = np.array([row.slot for row in ordered], np.int32)
+        starts = np.array(ends, np.int32)
+        return cls(
+            order=order,
+            rows=ordered,
+            single=counts.count(1),
+            longest=max(counts),
+            ids=np.array(ids, np.int32),
+            positions=np.array(positions, np.int32),
+            token_slots=row_slots.repeat(np.diff(starts)),
+            row_slots=row_slots,
+            lengths=np.array([row.start + row.count for row in ordered], np.int32),
+            starts=starts,
+            slots=np.array([slot for row in rows for slot in row.sample], np.int64),
+            targets=np.array(
+                [row.start + count for row, count in zip(rows, counts, strict=True) for _ in row.sample],
+                np.int64,
+            ),
+            last=np.array(
+                [end - 1 for row, end in zip(rows, end_of, strict=True) for _ in row.sample], np.int32
+            ),
         )
-        self._rows.append(row)
-        self.records.append(Record(sequence, sequence.epoch, end, targets))
 
-    def build(self, copies: list[Copy], pinned: tuple[BlockTable, ...]) -> Step | None:
-        """Returns the step and applies its changes to the sequences; None: there is nothing to compute."""
-        if not self._rows and not copies:
-            return None
-        for record in self.records:
-            record.sequence.computed = record.end
-            record.sequence.last_step = self.number
-            for sequence in record.targets:
-                sequence.last_step = self.number
-                sequence.unread += 1
-        for copy in copies:
-            copy.sequence.last_step = self.number
-        pairs = tuple(pair for copy in copies for pair in copy.pairs)
-        plan = StepPlan(self.number, tuple(self._rows), tuple(self._inits), pairs)
-        return Step(plan, tuple(self.records), pinned)
-
-    def _init_slot(self, sequence: Sequence, last_token: int | None) -> None:
-        assert sequence.slot is not None
-        request = sequence.request
-        sequence.slot_ready = True
-        init = SlotInit(
-            slot=sequence.slot,
-            params=request.params,
-            seed=sequence.seed,
-            prompt=request.prompt if request.params.penalized else (),
-            output=tuple(sequence.tokens[len(request.prompt) :]),
-            last_token=last_token,
-            grammar=request.grammar,
-        )
-        self._inits.append(init)
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
 
 
-def divide_budget(
-    prompts: list[Sequence], budget: int, page_size: int, full_step: int
-) -> list[tuple[Sequence, int]]:
-    """Divides a token budget among the prompts, in the order of their rank; tokens of each, at least 1.
-
-    Prompts that fit into one step are computed one after the other: their first tokens then come sooner, on
-    average, than side by side. Once those that end in the step keep the device busy (`full_step`), later ones
-    wait for the next. Longer ones, however many, have half of the budget while short ones wait, so that
-    neither starve; each but the last takes half of what the others have left. What remains goes round again.
-    Chunks end on page borders where they can, because only full pages are announced to a receiver.
-    """
-    prompts = sorted((s for s in prompts if not s.unread), key=lambda s: s.rank)
-    counts = dict.fromkeys(prompts, 0)
-    long = [sequence for sequence in prompts if sequence.missing > budget]
-    for_long = budget // 2 if len(long) < len(prompts) else budget
-    for fair in (True, False):
-        ending = 0
-        for sequence in prompts:
-            if ending >= full_step:
-                break
-            share = budget
-            if fair and sequence in long:
-                share = for_long if sequence is long[-1] else min(for_long, max(page_size, for_long // 2))
-                share = min(share, budget)
-                for_long -= share
-            take = min(share, sequence.missing - counts[sequence])
-            counts[sequence] += take
-            budget -= take
-            if counts[sequence] == sequence.missing:
-                ending += counts[sequence]
-    chunks: list[tuple[Sequence, int]] = []
-    for sequence, count in counts.items():
-        end = sequence.computed + count
-        if end < len(sequence.tokens) and end // page_size * page_size > sequence.computed:
-            count = end // page_size * page_size - sequence.computed
-        if count:
-            chunks.append((sequence, count))
-    return chunks
+def longest_first(starts: Ints) -> tuple[Ints, list[int]] | None:
+    """The order in which a GPU should begin rows of one token, and each row's place in it; None: the one they
+    have. Attention begins rows in their order, and a long one that begins last makes all others wait."""
+    if (starts[1:] <= starts[:-1]).all():
+        return None
+    order = np.argsort(-starts, kind="stable")
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return order, places.tolist()

@@ -7,7 +7,7 @@ kept by one and dropped by the other, and noise may differ in its last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.grammar_masks import GrammarMasks, Masks
-from baton.engine.plan import PlanRow, SlotInit
-from baton.engine.sampler import Samples, SlotIds, TokenLogprobs, forbidden_ends, token_logprobs
+from baton.engine.plan import SlotInit
+from baton.engine.sampler import Samples, SlotIds, forbidden_ends, token_logprobs
 from baton.engine.sampler_ops import row_keys
 from baton.engine.sampler_state import SlotStates
-from baton.layers.async_copy import Upload, to_device, to_host
+from baton.layers.async_copy import Upload, to_device
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -87,6 +87,26 @@ class CudaSampler:
         states.output_length[slots] += 1
         return states.temperature[slots], row_keys(states.seed[slots], positions.astype(np.uint64))
 
+    def sample_simple(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        temperatures: torch.Tensor,
+        keys: torch.Tensor,
+        last_token: torch.Tensor,
+        masks: Masks | None = None,
+    ) -> Samples:
+        """`sample` of slots (int32 [slots]) whose sampling depends on what `simple` gave and on masks alone.
+        All of it is on the device."""
+        from baton.layers.kernels.sampling import sample
+
+        result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
+        allowed = None
+        if masks is not None:
+            allowed = masks.on(self._device), to_device(masks.places(len(slots)), self._device)
+        sample(logits, temperatures, keys, slots, last_token, result, masks=allowed)
+        return Samples.of(result)
+
     def sample(
         self,
         logits: torch.Tensor,
@@ -94,12 +114,11 @@ class CudaSampler:
         positions: Ints,
         last_token: torch.Tensor,
         masks: Masks | None = None,
-    ) -> tuple[torch.Tensor, Samples]:
+    ) -> Samples:
         """Chooses a token for each slot, into `last_token` (int32) at the slot; none occurs twice.
 
         logits: [slots, vocab], unmodified; positions [slots]: that of the token being sampled; masks: of the
-        slots that have a grammar. Yields int32 [slots, 2], the token and the bits of the largest logit, and
-        the samples.
+        slots that have a grammar.
         """
         from baton.layers.kernels.penalties import penalize
         from baton.layers.kernels.sampling import Special, sample
@@ -180,10 +199,10 @@ class CudaSampler:
         )
         sample(logits, temperatures, keys, slots_there, last_token, result, special)
         states.output_length[slots] += 1
-        return result, self._report(logits, slots, result)
+        return self._report(logits, slots, result)
 
     def _report(self, logits: torch.Tensor, slots: SlotIds, result: torch.Tensor) -> Samples:
-        samples = Samples(result[:, 0], result[:, 1].view(torch.float32), [])
+        samples = Samples.of(result)
         wanted = (self._states.logprobs[slots] >= 0).nonzero()[0]
         if wanted.size:
             rows = to_device(wanted, self._device)
@@ -193,34 +212,3 @@ class CudaSampler:
                 logits.index_select(0, rows).float(), samples.tokens[rows].long(), max(samples.wanted)
             )
         return samples
-
-
-_ROWS = 64
-"""Logits are computed for this many positions at a time, to bound their memory."""
-
-
-def prompt_logprobs(
-    project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, row: PlanRow, leads: bool = True
-) -> list[TokenLogprobs]:
-    """Enqueues the row's log-probabilities. `hidden`: its states, [tokens, hidden]; `project` computes
-    logits from them; `leads`: on this rank, which is not one that only takes part."""
-    assert row.prompt_logprobs is not None
-    targets = to_device(np.array(row.prompt_logprobs, np.int64), hidden.device)
-    found = []
-    for states, wanted in zip(
-        torch.split(hidden[: len(targets)], _ROWS), torch.split(targets, _ROWS), strict=True
-    ):
-        logits = project(states)
-        if leads:
-            found.append(logprobs_to_host(token_logprobs(logits.float(), wanted, row.prompt_top)))
-    return found
-
-
-def logprobs_to_host(logprobs: TokenLogprobs) -> TokenLogprobs:
-    """Copies log-probabilities to pinned memory; they are valid, once all that is enqueued now has run."""
-    return TokenLogprobs(
-        to_host(logprobs.tokens),
-        to_host(logprobs.chosen),
-        to_host(logprobs.top_tokens),
-        to_host(logprobs.top),
-    )

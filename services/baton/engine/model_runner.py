@@ -1,45 +1,50 @@
-"""Executes step plans: the model, its KV pool, attention and sampling on one device."""
+"""Executes step plans: a model's body, its KV pool, attention and sampling on one device.
+
+With kernels (on a Hopper GPU) nothing in `launch` waits for the device: sampled token ids, page tables and
+all results stay there. Decode steps and small steps with prompt chunks are CUDA graphs. A decode step needs
+one copy to the device (two when page tables or last tokens change) and one copy back, whose event `read`
+waits for. The mask of a row with a grammar depends on the token before it: where the step before has not been
+read, `launch` leaves the sampling to `read` of that step, while the device runs the forward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from baton.attention.base import AttentionBackend, AttentionRow
-from baton.engine.grammar_masks import Masks, MaskStats
-from baton.engine.plan import Logprobs, PlanRow, Pooling, RowResult, StepPlan, StepResult
-from baton.engine.sampler import BAD_LOGITS, Sampler, Samples, TokenLogprobs, row_results, token_logprobs
-from baton.kvcache.kv_groups import places
+from baton.attention.base import AttentionBackend, AttentionRows
+from baton.attention.mixed import MixedAttention
+from baton.attention.paged import PagedAttention
+from baton.attention.step import ModelAttention
+from baton.engine.batch import HostBatch, longest_first
+from baton.engine.cuda_sampler import CudaSampler
+from baton.engine.device_slots import Changes, DeviceSlots
+from baton.engine.grammar_masks import MaskStats
+from baton.engine.launched_step import LaunchedStep, PendingSampling
+from baton.engine.plan import PlanRow, StepPlan, StepResult
+from baton.engine.sampler import Sampler, prompt_logprobs
+from baton.engine.step_graphs import (
+    ChunkGraphs,
+    ChunkInputs,
+    DecodeGraphs,
+    Inputs,
+    Progress,
+    batch_sizes,
+    chunk_sizes,
+)
+from baton.engine.step_sampling import StepSampling, pool_states
 from baton.kvcache.kv_pool import PagePool
-from baton.layers.forward_batch import ForwardBatch
-from baton.models.decoder import LanguageModel
-
-_LOGITS_ROWS = 64
-"""Prompt log-probabilities are computed for this many positions at a time, to bound their memory."""
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A launched step: its results, and the rows they belong to."""
-
-    number: int
-    rows: tuple[PlanRow, ...]
-    samples: Samples | None
-    """Samples of all sampling rows' slots, in the order of the plan."""
-    prompts: dict[int, list[TokenLogprobs]]
-    """Prompt log-probabilities, by the row's place in the plan."""
-    pooled: dict[int, torch.Tensor] = field(default_factory=dict)
-    """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
-    event: torch.cuda.Event | None = None
-    """On a GPU: that the step has been computed."""
+from baton.layers.async_copy import Upload, to_device, to_host
+from baton.layers.batch import Batch, LayerCache
+from baton.models.body import make_body
+from baton.models.decoder import Decoder, LanguageModel
 
 
 class ModelRunner:
-    """Implements `engine.plan.Runner`. Rows of one token use the decode backend, others the prefill one."""
+    """Implements `engine.plan.Runner`. Rows of one token attend together, longer ones together."""
 
     def __init__(
         self,
@@ -47,28 +52,70 @@ class ModelRunner:
         pool: PagePool,
         *,
         max_slots: int,
-        prefill_attention: type[AttentionBackend],
-        decode_attention: type[AttentionBackend],
-        device: torch.device | str | None = None,
+        context_length: int = 0,
+        token_budget: int = 0,
+        prefill_attention: type[AttentionBackend] = MixedAttention,
+        decode_attention: type[AttentionBackend] = MixedAttention,
+        kernels: bool = False,
+        graphs: bool = True,
+        batch_invariant: bool = False,
+        progress: Progress | None = None,
     ) -> None:
+        """`kernels`: layers write into the pool, and tokens are sampled, by Hopper's kernels; only then there
+        are `graphs`, and `batch_invariant`: matrix products in an order that does not depend on the batch;
+        together with batch-invariant attention, a sequence's tokens depend on the sequence alone.
+        `context_length`: positions that will be used; 0: the model's. `token_budget`: no step has more
+        tokens. `progress` is called as graphs are captured. Raises ValueError for a pool without a spare page
+        where rows may pad a batch, and for a model that cannot be computed invariantly."""
+        if kernels and len(pool.raw) == pool.num_pages:
+            raise ValueError("the pool needs a spare page for rows that pad a batch")
         self.max_slots = max_slots
         self.vocab_size = model.config.vocab_size
-        self._model = model
-        self._pool = pool
-        self._device = torch.device(device) if device is not None else model.device
-        heads, options = model.heads, model.attention_options
-        self._groups = pool.layout.groups
-        self._places = places(self._groups)
-        of_groups = [[options[layer] for layer in group.layers] for group in self._groups]
-        views = list(zip(pool.groups, of_groups, strict=True))
-        self._prefill = [prefill_attention(view, heads, own) for view, own in views]
-        self._decode = [decode_attention(view, heads, own) for view, own in views]
+        self._model, self._pool, self._device = model, pool, pool.device
+        self.kernels = kernels
         self._communicator = model.communicator
-        shared = pool.heads != (0, pool.layout.num_kv_heads) or pool.layout.layouts[0].parts == 1
-        self._pool_shared = shared and self._communicator is not None and pool.device.type == "cpu"
-        self._sampler = Sampler(max_slots, self.vocab_size, self._device) if model.shard.rank == 0 else None
+        context = context_length or model.config.used_length
+        self._paged = any(issubclass(each, PagedAttention) for each in (prefill_attention, decode_attention))
+        """Whether attention follows page tables on the device."""
+        layout = pool.layout
+        self._slots = DeviceSlots(
+            max_slots,
+            -(-context // layout.page_size) if self._paged else 0,
+            min(pool.num_pages, len(pool.raw) - 1),
+            self._device,
+            len(layout.groups),
+        )
+        self._attention = ModelAttention(
+            pool, model.heads, model.attention_options, prefill_attention, decode_attention
+        )
+        tables = self._slots.tables.unbind(1)
+        places = sorted(self._attention.places.items())
+        self._caches = [LayerCache(tables[group], pool.layer_pages(layer)) for layer, (group, _) in places]
+        self._body = make_body(model, kernels, context, batch_invariant)
+        sampler: Sampler | CudaSampler | None = None
+        if model.shard.rank == 0:
+            make = CudaSampler if kernels else Sampler
+            sampler = make(max_slots, self.vocab_size, self._device)
+        self._sampler = sampler
         """Only rank 0 samples and has results."""
-        self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
+        self._sampling = StepSampling(sampler, self._slots.last_token, model.communicator)
+        self.graphs: DecodeGraphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
+        if kernels and graphs and getattr(decode_attention, "graphs", False):
+            assert isinstance(model, Decoder)
+            with torch.inference_mode():
+                logits = torch.empty(max_slots, self.vocab_size, dtype=model.dtype, device=self._device)
+                works = self._decode, self._sample_plain, self._sample_masked
+                self.graphs = DecodeGraphs(batch_sizes(max_slots), max_slots, logits, *works, progress)
+                self._sampling.graphs = self.graphs
+                if getattr(prefill_attention, "graphs", False) and not batch_invariant:
+                    # Chunk graphs attend to rows of one token as to chunks.
+                    sizes = chunk_sizes(model.has_experts, token_budget, context)
+                    self.chunk_graphs = ChunkGraphs(
+                        sizes, max_slots, logits, self._small, self.graphs.pool, progress
+                    )
+
+    # --- a step -----------------------------------------------------------------------------------------
 
     @property
     def mask_stats(self) -> MaskStats:
@@ -78,177 +125,239 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueues the step; on a CPU, computes it."""
         if plan.copies:
-            self._copy(plan.copies)
+            self._copy(plan)
+        fresh: dict[int, int] = {}
         for init in plan.inits:
             if self._sampler is not None:
                 self._sampler.init(init)
             if init.last_token is not None:
-                self._last_token[init.slot] = init.last_token
-        if not plan.rows:
-            return LaunchedStep(plan.number, (), None, {}, event=self._recorded())
-        # Rows of one token first, so that each backend sees consecutive tokens.
-        order = sorted(range(len(plan.rows)), key=lambda i: plan.rows[i].count > 1)
-        rows = [plan.rows[i] for i in order]
-        # Masks are computed while the forward pass runs.
-        masks = None
-        if self._sampler is not None:
-            masks = self._sampler.begin_masks([slot for row in plan.rows for slot in row.sample])
-        hidden, ends = self._forward(rows)
-        samples = self._sample(plan.rows, hidden, dict(zip(order, ends, strict=True)), masks)
-        prompts = {
-            i: self._prompt_logprobs(row, hidden[end - row.count : end])
-            for i, row, end in zip(order, rows, ends, strict=True)
-            if row.prompt_logprobs
-        }
-        pooled = {
-            i: pool_states(row.pooling, hidden[end - row.count : end])
-            for i, row, end in zip(order, rows, ends, strict=True)
-            if row.pooling is not None and self._sampler is not None
-        }
-        return LaunchedStep(plan.number, plan.rows, samples, prompts, pooled, self._recorded())
+                fresh[init.slot] = init.last_token
+        launched = LaunchedStep(plan.number, plan.rows)
+        if self._device.type == "cuda":
+            launched.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if plan.rows:
+            graphs = self.graphs
+            try:
+                if graphs is not None and _is_decode(plan.rows) and len(plan.rows) <= graphs.largest:
+                    self._launch_graph(graphs, plan.rows, fresh, launched)
+                else:
+                    self._launch_ragged(plan.rows, fresh, launched)
+            except BaseException:
+                self._slots.forget(plan.rows)
+                raise
+        self._sampling.launched(launched)
+        return launched
 
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """On a GPU with kernels: does everything that a launch does except replaying the graph, for StepLoop.
+        Changes nothing that a sequence sees."""
+        self._write_slots(self._slots.unchanging)
+        none = np.zeros(0, np.int64)
+        simple = self._sampler.simple(none, none) if isinstance(self._sampler, CudaSampler) else None
+        if self.graphs is not None:
+            self.graphs.fill(none, none, simple)
+        to_host(self._slots.last_token[:1])
+        torch.cuda.Event().record()  # type: ignore[no-untyped-call]
+
+    def done(self, launched: LaunchedStep) -> bool:
+        # Sampling that still waits will never run: the step before has been read, and has failed.
+        event = launched.done
+        return launched.late is not None or event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
+    @torch.inference_mode()
+    def read(self, launched: LaunchedStep) -> StepResult:
+        """Waits for the step and returns its tokens."""
+        return StepResult(launched.number, self._sampling.read(launched))
+
+    @torch.inference_mode()
     def hidden_states(self, row: PlanRow) -> torch.Tensor:
         """Computes one row of tokens: final hidden states [tokens, hidden]."""
-        return self._forward([row])[0]
+        host = HostBatch.of([row])
+        self._write_slots(self._slots.changes(host.rows, {}))
+        return self._forward(self._batch(host, every=True))
 
-    def _recorded(self) -> torch.cuda.Event | None:
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def _copy(self, plan: StepPlan) -> None:
         """Copies pages. If several ranks hold the same heads in one pool, the first copies and the others
         wait for it."""
-        if not self._pool_shared or self._model.shard.keeps(self._model.caches[0].heads):
-            for source, destination in pairs:
-                self._pool.copy_page(source, destination)
-        if self._communicator is not None:
+        pool, shared = self._pool, False
+        if self._communicator is not None and self._device.type == "cpu":
+            shared = pool.heads != (0, pool.layout.num_kv_heads) or pool.layout.layouts[0].parts == 1
+        if not shared or self._model.shard.keeps(self._model.caches[0].heads):
+            for source, destination in plan.copies:
+                pool.copy_page(source, destination)
+        # What has retired on rank 0 has everywhere. On GPUs a step of rows ends with a sum anyway.
+        if self._communicator is not None and (shared or not plan.rows):
             self._communicator.all_reduce(torch.zeros(1, device=self._device))
 
-    def _forward(self, rows: Sequence[PlanRow]) -> tuple[torch.Tensor, list[int]]:
-        """Final hidden states of all tokens [tokens, hidden], and where each row's end."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        from_slots: list[int] = []
-        at: list[int] = []
-        ends: list[int] = []
-        single = 0
-        for row in rows:
-            if row.tokens is None:
-                at.append(len(tokens))
-                from_slots.append(row.slot)
-                tokens.append(0)
-                positions.append(row.start)
-            else:
-                tokens += row.tokens
-                positions += range(row.start, row.start + len(row.tokens))
-            single += row.count == 1
-            ends.append(len(tokens))
-        ids = torch.tensor(tokens, device=self._device)
-        if at:
-            ids[torch.tensor(at, device=self._device)] = self._last_token[
-                torch.tensor(from_slots, device=self._device)
-            ]
-        for index, (decode, prefill) in enumerate(zip(self._decode, self._prefill, strict=True)):
-            meta = [self._attention_row(row, index) for row in rows]
-            if single:
-                decode.prepare(meta[:single])
-            if single < len(rows):
-                prefill.prepare(meta[single:])
+    def _write_slots(self, changes: Changes | None) -> None:
+        if changes is not None:
+            self._slots.write(*self._there(*changes))
 
-        options, places = self._model.attention_options, self._places
+    def _there(self, *arrays: np.ndarray[Any, Any]) -> list[torch.Tensor]:
+        """The arrays on the device, in one copy."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        upload = Upload()
+        for array in arrays:
+            upload.add(array)
+        return upload.send(self._device)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            latent = options[layer].latent
-            out = q.new_empty(*q.shape[:2], q.shape[2] if latent is None else latent.value_dim)
-            group, place = places[layer]
-            if single:
-                self._decode[group].forward(place, q[:single], k[:single], v[:single], out[:single])
-            if single < len(rows):
-                self._prefill[group].forward(place, q[single:], k[single:], v[single:], out[single:])
-            return out.flatten(1)
+    # --- decode steps, by graph -------------------------------------------------------------------------
 
-        batch = ForwardBatch(ids, torch.tensor(positions, device=self._device), attend)
-        return self._model.forward(batch), ends
+    def _launch_graph(
+        self, graphs: DecodeGraphs, rows: Sequence[PlanRow], fresh: Mapping[int, int], launched: LaunchedStep
+    ) -> None:
+        self._write_slots(self._slots.changes(rows, fresh))
+        slots = np.array([row.slot for row in rows])
+        positions = np.array([row.start for row in rows])
+        moved = longest_first(positions)
+        if moved is not None:
+            order, launched.places = moved
+            slots, positions = slots[order], positions[order]
+        sampler, simple = self._sampler, None
+        masked: list[int] = []
+        if isinstance(sampler, CudaSampler):
+            simple = sampler.simple(slots, positions + 1)
+            masked = sampler.grammars.constrained(slots.tolist())
+        graphs.fill(slots, positions, simple, masked)
+        graphs.replay(len(rows))
+        pending = PendingSampling(graphs.logits(len(rows)), slots, positions + 1, masked)
+        pending.graph = len(rows) if simple is not None else 0
+        self._sampling.sample(launched, pending)
 
-    def _attention_row(self, row: PlanRow, group: int) -> AttentionRow:
-        """What the row sees of a group, from the first page on."""
-        size = self._pool.layout.page_size
-        first = self._groups[group].spec.sees(row.start, size)
-        table = row.tables[group]
-        return AttentionRow(row.start - first * size, row.count, table[first:] if first else table)
+    def _decode(self, inputs: Inputs) -> None:
+        """A decode step up to its logits. Captured in a graph."""
+        slots = self._slots
+        tables = slots.tables.index_select(0, inputs.slots).unbind(1)
+        rows = AttentionRows(None, 0, len(inputs.slots), tables, inputs.positions + 1)
+        attention = self._attention.over(rows)
+        tokens = slots.last_token.index_select(0, inputs.slots)
+        where = self._caches, inputs.slots, slots.damage
+        batch = Batch(tokens, inputs.positions, attention, *where, decode=True)
+        self._body.logits(self._forward(batch), inputs.logits)
 
-    def _sample(
-        self,
-        rows: Sequence[PlanRow],
-        hidden: torch.Tensor,
-        ends: dict[int, int],
-        masks: Future[Masks] | None,
-    ) -> Samples | None:
-        slots: list[int] = []
-        positions: list[int] = []
-        last: list[int] = []
-        for i, row in enumerate(rows):
-            slots += row.sample
-            positions += [row.start + row.count] * len(row.sample)
-            last += [ends[i] - 1] * len(row.sample)
-        if not slots:
-            return None
-        logits = self._model.logits(hidden[torch.tensor(last, device=self._device)])
-        samples = None
-        if self._sampler is not None:
-            samples = self._sampler.sample(logits, np.array(slots), np.array(positions), masks)
-        tokens = self._last_token.new_empty(len(slots)) if samples is None else samples.tokens
-        if self._communicator is not None:
-            self._communicator.broadcast(tokens)
-        self._last_token[torch.tensor(slots, device=self._device)] = tokens
-        return samples
+    def _sample_plain(self, inputs: Inputs) -> None:
+        """Sampling after it with a temperature only. Captured in a graph."""
+        from baton.layers.kernels.sampling import sample
 
-    def _prompt_logprobs(self, row: PlanRow, hidden: torch.Tensor) -> list[TokenLogprobs]:
-        assert row.prompt_logprobs is not None
-        targets = torch.tensor(row.prompt_logprobs, device=self._device)
-        found = []
-        for states, wanted in zip(
-            torch.split(hidden[: len(targets)], _LOGITS_ROWS),
-            torch.split(targets, _LOGITS_ROWS),
-            strict=True,
-        ):
-            logits = self._model.logits(states)
-            if self._sampler is not None:
-                found.append(token_logprobs(logits, wanted, row.prompt_top))
-        return found
+        last = self._slots.last_token
+        sample(inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, last, inputs.result)
 
-    def done(self, flight: LaunchedStep) -> bool:
-        return flight.event is None or bool(flight.event.query())  # type: ignore[no-untyped-call]
+    def _sample_masked(self, inputs: Inputs) -> None:
+        """Samples under grammar masks. Captured in a graph."""
+        from baton.layers.kernels.sampling import sample
 
-    def read(self, flight: LaunchedStep) -> StepResult:
-        """Waits for the step and copies its tokens to the host."""
-        if flight.event is not None:
-            flight.event.synchronize()
-        samples = flight.samples
-        tokens: list[int] = [] if samples is None else samples.tokens.tolist()
-        if self._communicator is not None:
-            self._communicator.check()
-        finite: list[bool] = [] if samples is None else samples.peaks.isfinite().tolist()
-        logprobs: dict[int, Logprobs] = {}
-        if samples is not None and samples.logprobs is not None:
-            logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
-        errors = {} if samples is None else samples.errors
-        rows = row_results(flight.rows, tokens, finite, logprobs, flight.prompts, errors)
-        add_pooled(rows, flight.pooled)
-        return StepResult(flight.number, rows)
+        sample(
+            inputs.logits,
+            inputs.temperatures,
+            inputs.keys,
+            inputs.slots,
+            self._slots.last_token,
+            inputs.result,
+            masks=(inputs.words, inputs.masked),
+        )
+
+    # --- all other steps --------------------------------------------------------------------------------
+
+    def _launch_ragged(
+        self, rows: Sequence[PlanRow], fresh: Mapping[int, int], launched: LaunchedStep
+    ) -> None:
+        host = HostBatch.of(rows)
+        sampler = self._sampler
+        # A CPU computes the masks while another thread of it runs the forward pass.
+        masked = sampler.grammars.constrained(host.slots.tolist()) if sampler is not None else []
+        masks = sampler.begin_masks(host.slots.tolist()) if isinstance(sampler, Sampler) else None
+        every = any(row.prompt_logprobs or row.pooling is not None for row in rows)
+        shape = self.chunk_graphs.shape(host) if self.chunk_graphs is not None and not every else None
+        simple = None
+        if isinstance(sampler, CudaSampler) and host.slots.size:
+            simple = sampler.simple(host.slots, host.targets)
+        changes = self._slots.changes(host.rows, fresh)
+        arrays = (host.slots.astype(np.int32), *simple) if simple is not None else ()
+        there = self._there(*arrays, *(changes or ()))
+        if changes is not None:
+            self._slots.write(*there[-2:])
+        if shape is not None and self.chunk_graphs is not None:
+            logits = self.chunk_graphs.run(shape, host)
+        else:
+            logits = self._eager(host, every, launched)
+        if host.slots.size:
+            pending = PendingSampling(logits, host.slots, host.targets, masked, masks)
+            if simple is not None:
+                pending.simple = there[0], there[1], there[2]
+            self._sampling.sample(launched, pending)
+
+    def _small(self, inputs: ChunkInputs) -> None:
+        """A small step up to its logits. Captured in a graph."""
+        slots, count = self._slots, len(inputs.ids)
+        tables = slots.tables.index_select(0, inputs.row_slots).unbind(1)
+        rows = AttentionRows(None, 0, count, tables, inputs.lengths, inputs.starts, count)
+        attention = self._attention.over(rows)
+        tokens = self._tokens(inputs.ids, inputs.token_slots)
+        where = self._caches, inputs.token_slots, slots.damage
+        batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.last)
+        self._body.logits(self._forward(batch), inputs.logits)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Final hidden states [wanted tokens, hidden], with kernels no numbers where values were none."""
+        hidden = self._body.forward(batch)
+        if not batch.caches:
+            return hidden
+        assert batch.slots is not None and batch.damage is not None
+        slots = batch.slots if batch.wanted is None else batch.slots.index_select(0, batch.wanted)
+        return hidden.add_(batch.damage.index_select(0, slots)[:, None])
+
+    def _tokens(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return torch.where(ids < 0, self._slots.last_token.index_select(0, slots), ids)
+
+    def _batch(self, host: HostBatch, every: bool) -> Batch:
+        """`every`: the states of every token are wanted, else of those that are sampled from."""
+        single, arrays = host.single, [host.ids, host.positions, host.token_slots, host.last]
+        if self._paged:
+            arrays += [host.row_slots, host.lengths, host.starts[single:] - single]
+        ids, positions, token_slots, last, *paged = self._there(*arrays)
+        parts = []
+        if single:
+            parts.append(AttentionRows(host.rows[:single], 0, single))
+        if single < len(host.rows):
+            longer = host.rows[single:]
+            parts.append(AttentionRows(longer, single, host.tokens - single, longest=host.longest))
+        if self._paged:
+            row_slots, lengths, starts = paged
+            width = -(-int(host.lengths.max()) // self._pool.layout.page_size)
+            tables = self._slots.tables[..., :width].index_select(0, row_slots)
+            for part, at in zip(parts, [slice(0, single), slice(single, None)][single == 0 :], strict=False):
+                part.tables, part.lengths = tables[at].unbind(1), lengths[at]
+                part.starts = None if part.longest == 1 else starts
+        return Batch(
+            self._tokens(ids, token_slots),
+            positions,
+            self._attention.over(*parts),
+            self._caches if self.kernels else (),
+            token_slots,
+            self._slots.damage,
+            None if every else last,
+            decode=single == len(host.rows),
+        )
+
+    def _eager(self, host: HostBatch, every: bool, launched: LaunchedStep) -> torch.Tensor:
+        """Returns the logits [samples, vocab] of a step of any size. `every`: also computes prompt
+        log-probabilities and what is pooled, into `launched`."""
+        batch = self._batch(host, every)
+        hidden = self._forward(batch)
+        if every:
+            leads = self._sampler is not None
+            for i, row, start in zip(host.order, host.rows, host.starts.tolist(), strict=False):
+                states = hidden[start : start + row.count]
+                if row.pooling is not None and leads:
+                    launched.pooled[i] = to_host(pool_states(row.pooling, states))
+                if row.prompt_logprobs:
+                    launched.prompts[i] = prompt_logprobs(self._body.logits, states, row, leads)
+            hidden = hidden.index_select(0, to_device(host.last, self._device))
+        return self._body.logits(hidden) if len(hidden) or self.kernels else hidden
 
 
-def add_pooled(rows: Sequence[RowResult], pooled: dict[int, torch.Tensor]) -> None:
-    """Adds what was pooled, float32 [hidden] by the rows' places, to their results."""
-    for i, state in pooled.items():
-        vector = rows[i].pooled = state.cpu().numpy()
-        if not np.isfinite(vector).all():
-            rows[i].error = BAD_LOGITS
-
-
-def pool_states(pooling: Pooling, states: torch.Tensor) -> torch.Tensor:
-    """states: final hidden states of a row [tokens, hidden], which the result does not keep in memory."""
-    return states[-1].to(torch.float32, copy=True) if pooling is Pooling.LAST else states.float().sum(0)
+def _is_decode(rows: Sequence[PlanRow]) -> bool:
+    """Whether each row continues its slot by one token."""
+    return all(row.tokens is None and row.sample == (row.slot,) for row in rows)

@@ -9,7 +9,7 @@ unmodified logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ from baton.engine.grammar_masks import GrammarMasks, Masks
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit
 from baton.engine.sampler_ops import draw, penalize, row_keys, thresholds
 from baton.engine.sampler_state import SlotStates
-from baton.layers.async_copy import to_device
+from baton.layers.async_copy import to_device, to_host
 
 SlotIds = npt.NDArray[np.int64]
 
@@ -38,6 +38,10 @@ class TokenLogprobs:
     """int64 [positions, k]"""
     top: torch.Tensor
     """float32 [positions, k], best first"""
+
+    def to_host(self) -> TokenLogprobs:
+        """In pinned memory, valid once all that is enqueued now has run."""
+        return TokenLogprobs(*map(to_host, (self.tokens, self.chosen, self.top_tokens, self.top)))
 
     def read(self, wanted: Sequence[int]) -> list[Logprobs]:
         """Copies them to the host; `wanted`: how many of the k each position requested."""
@@ -58,20 +62,59 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Toke
     return TokenLogprobs(tokens, chosen.squeeze(1), indices, values - total)
 
 
+_LOGITS_ROWS = 64
+"""Prompt log-probabilities are computed for this many positions at a time, to bound their memory."""
+
+
+def prompt_logprobs(
+    project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, row: PlanRow, leads: bool = True
+) -> list[TokenLogprobs]:
+    """Enqueues the row's log-probabilities. `hidden`: its states, [tokens, hidden]; `project` computes
+    logits from them; `leads`: on this rank, which is not one that only takes part."""
+    assert row.prompt_logprobs is not None
+    targets = to_device(np.array(row.prompt_logprobs, np.int64), hidden.device)
+    found = []
+    for states, wanted in zip(
+        torch.split(hidden[: len(targets)], _LOGITS_ROWS), torch.split(targets, _LOGITS_ROWS), strict=True
+    ):
+        logits = project(states)
+        if leads:
+            found.append(token_logprobs(logits.float(), wanted, row.prompt_top).to_host())
+    return found
+
+
 @dataclass(slots=True)
 class Samples:
     """Results of the sampled slots, in their order, on the device."""
 
     tokens: torch.Tensor
-    """int64 [slots]"""
+    """int [slots]"""
     peaks: torch.Tensor
     """float32 [slots]: the largest logit; not finite where the logits were garbage."""
-    logprob_rows: list[int]
+    logprob_rows: list[int] = field(default_factory=list)
     """Indices of the slots that want log-probabilities."""
     logprobs: TokenLogprobs | None = None
     wanted: tuple[int, ...] = ()
     errors: dict[int, str] = field(default_factory=dict)
     """Slots whose grammar could not be followed, and why; their tokens mean nothing."""
+    result: torch.Tensor | None = None
+    """int32 [slots, 2], of which tokens and peaks are views: the token, and the bits of the largest logit."""
+
+    @classmethod
+    def none(cls) -> Samples:
+        return cls(torch.empty(0, dtype=torch.int32), torch.empty(0))
+
+    @classmethod
+    def of(cls, result: torch.Tensor) -> Samples:
+        return cls(result[:, 0], result[:, 1].view(torch.float32), result=result)
+
+    def to_host(self) -> Samples:
+        """What kernels have sampled, in pinned memory, valid once all that is enqueued now has run."""
+        assert self.result is not None
+        logprobs = self.logprobs.to_host() if self.logprobs is not None else None
+        there = Samples.of(to_host(self.result))
+        there.logprob_rows, there.logprobs, there.wanted = self.logprob_rows, logprobs, self.wanted
+        return there
 
 
 class Sampler:
@@ -114,7 +157,7 @@ class Sampler:
             peaks, tokens = logits.max(-1)
         waiting = states.output_length[slots] < states.min_tokens[slots]
         special = (~states.plain[slots] | waiting).nonzero()[0]
-        result = Samples(tokens, peaks, [])
+        result = Samples(tokens, peaks)
         if special.size:
             self._special(logits, slots, positions, special, result, masks)
         states.advance(slots, result.tokens)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from baton.engine.batch import Record, Step, StepBuilder, divide_budget
 from baton.engine.plan import Logprobs, Pooling, RowResult, StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -27,6 +26,7 @@ from baton.engine.request import (
     nothing,
 )
 from baton.engine.scheduler_state import SchedulerState
+from baton.engine.step_builder import Record, Step, StepBuilder, divide_budget
 from baton.kvcache import KvCacheManager
 from baton.tracing.recorder import EventKind
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from baton.engine.batch import Copy
 from baton.engine.capacity import BatchSlots, Reservations
 from baton.engine.request import (
     EmbeddedEvent,
@@ -31,6 +30,7 @@ from baton.engine.request import (
     SequencePhase,
     nothing,
 )
+from baton.engine.step_builder import Copy
 from baton.engine.waiting_queue import WaitingQueue
 from baton.kvcache import BlockTable, KvCacheManager, OutOfPages
 from baton.tracing.recorder import EventKind

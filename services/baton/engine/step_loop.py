@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from baton.engine.batch import Step
 from baton.engine.plan import Runner, StepResult
+from baton.engine.step_builder import Step
 
 TICK_SECONDS = 0.5
 """An idle loop checks deadlines, leases and heartbeats this often."""

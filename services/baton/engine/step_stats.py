@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.engine.batch import Step
 from baton.engine.plan import step_load
+from baton.engine.step_builder import Step
 from baton.step_cost import CostCalibration
 
 STEP_WEIGHT = 0.05

@@ -22,7 +22,10 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies the tensor to pinned memory, which is valid once all work enqueued now has run."""
+    """Copies the tensor to pinned memory, which is valid once all work enqueued now has run; one that is on
+    the host is returned as it is."""
+    if tensor.device.type == "cpu":
+        return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

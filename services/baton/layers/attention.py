@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from baton.layers.batch import Batch
 from baton.layers.cache_spec import CacheSpec, attention_cache
-from baton.layers.forward_batch import AttendPages, ForwardBatch, Paged, Place
 from baton.layers.linear import Linear
 from baton.layers.norm import add_one
 from baton.layers.parameters import Parameters
@@ -61,33 +61,30 @@ class AttentionModule(ABC):
     input: Linear
     output: Linear
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
         return self.output(self._attend(x, batch))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """residual + the same; `residual` may be overwritten."""
         return self.output.add_to(residual, self._attend(x, batch))
 
-    def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         projected = self.input(x)
-        attend = batch.attend
-        if isinstance(attend, Paged):
-            return self.attend(attend.attend, self.write(projected, attend.place(self.index, self.rope)))
-        return attend(self.index, *self.split(projected, batch))
+        if batch.caches:
+            return self.attend(batch, self.write(projected, batch))
+        return batch.attention.write_and_attend(self.index, *self.split(projected, batch))
 
     @abstractmethod
-    def split(
-        self, projected: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `input` has projected -> rotated queries, rotated keys, values, as `Attend` takes them."""
+    def split(self, projected: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `input` has projected -> rotated queries, rotated keys and values for `StepAttention`."""
 
     @abstractmethod
-    def write(self, projected: torch.Tensor, place: Place) -> torch.Tensor:
+    def write(self, projected: torch.Tensor, batch: Batch) -> torch.Tensor:
         """On a GPU, with kernels: the same, but keys and values go into the pool -> queries."""
 
     @abstractmethod
-    def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:
+    def attend(self, batch: Batch, q: torch.Tensor) -> torch.Tensor:
         """On a GPU, with what `write` returned -> [tokens, inputs of `output`]"""
 
 
@@ -143,9 +140,7 @@ class Attention(AttentionModule):
                     convert=add_one if norm_plus_one else None,
                 )
 
-    def split(
-        self, projected: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def split(self, projected: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, rotated = self.heads, self.heads + self.kv_heads
         qkv = projected.view(projected.shape[0], rotated + self.kv_heads, self.head_dim)
         qk = qkv[:, :rotated]
@@ -154,15 +149,17 @@ class Attention(AttentionModule):
         qk = apply_rope(qk, *batch.rotation(self.rope))
         return qk[:, :heads], qk[:, heads:], qkv[:, rotated:]
 
-    def write(self, projected: torch.Tensor, place: Place) -> torch.Tensor:
+    def write(self, projected: torch.Tensor, batch: Batch) -> torch.Tensor:
         """One kernel. -> queries [tokens, heads, head_dim]"""
         from baton.layers.kernels.rope_kv_write import write_qkv
 
-        scales = self.options.kv_scales
-        write_qkv(projected, self.qk_norm, place.rotation, *place[:5], self.heads, self.norm_eps, scales)
+        positions, slots, damage, cache = batch.where(self.index)
+        where = positions, slots, damage, cache.tables, cache.pages
+        table, scales = self.rope.kernel_table, self.options.kv_scales
+        write_qkv(projected, self.qk_norm, table, *where, self.heads, self.norm_eps, scales)
         return projected.view(len(projected), -1, self.head_dim)[:, : self.heads]
 
-    def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:
+    def attend(self, batch: Batch, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        attend(self.index, q, out)
+        batch.attention.attend(self.index, q, out)
         return out.flatten(1)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.layers.attention import AttentionModule, AttentionOptions
+from baton.layers.batch import Batch
 from baton.layers.cache_spec import Latent
-from baton.layers.forward_batch import AttendPages, ForwardBatch, Place
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope, half_split
@@ -135,9 +135,7 @@ class MlaAttention(AttentionModule):
             {"o_proj": hidden}, shape.heads * shape.value, bias, columns=times(own, shape.value)
         )
 
-    def split(
-        self, projected: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def split(self, projected: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shape = self.shape
         q, latents, key = torch.split(projected, [self._queries, shape.rank, shape.rotated], -1)
         if self.query_norm is not None:
@@ -149,7 +147,7 @@ class MlaAttention(AttentionModule):
         latent = torch.cat((self.latent_norm(latents)[:, None], key), -1)
         return q, latent, latent
 
-    def write(self, projected: torch.Tensor, place: Place) -> torch.Tensor:
+    def write(self, projected: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Rotates and absorbs queries, normalizes and writes latents in one kernel. -> absorbed queries
         [tokens, heads, rank + rotated]"""
         from baton.layers.kernels.mla_projections import absorb
@@ -159,16 +157,17 @@ class MlaAttention(AttentionModule):
         q, latents = projected[:, : self._queries], projected[:, self._queries :]
         if self.query_norm is not None:
             q = self.query_up(self.query_norm(q))
-        where = place.rotation, *place[:2], place.tables, place.cache[:, 0, 0]
+        positions, slots, _, cache = batch.where(self.index)
+        where = self.rope.kernel_table, positions, slots, cache.tables, cache.pages[:, 0, 0]
         return absorb(q, latents, latent.keys, norm.weight, *where, norm.eps)
 
-    def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:
+    def attend(self, batch: Batch, q: torch.Tensor) -> torch.Tensor:
         from baton.layers.kernels.mla_projections import project
 
         shape, latent = self.shape, self.options.latent
         assert latent is not None
         attended = q.new_empty(len(q), shape.heads, shape.rank)
-        attend(self.index, q, attended)
+        batch.attention.attend(self.index, q, attended)
         values = q.new_empty(len(q), shape.heads, shape.value)
         project(attended, latent.values, values)
         return values.flatten(1)

@@ -18,6 +18,7 @@ class Rope:
         self.scale = scale
         self.dim = 2 * len(frequencies)
         self._table: torch.Tensor | None = None
+        self._kernel_table: torch.Tensor | None = None
 
     def table(self, positions: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Cosines and sines of the first positions for `apply_rope`: [positions, 2, dim], computed in
@@ -27,12 +28,18 @@ class Rope:
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         return table.to(device=device, dtype=dtype)
 
-    def halves(self, positions: int, device: torch.device) -> torch.Tensor:
-        """For kernels: float32 [positions, dim], the cosines of the pairs, then their sines."""
+    def prepare_kernels(self, positions: int, device: torch.device) -> None:
+        """Computes `kernel_table`."""
         table = self.table(positions, torch.float32, device)
         half = self.dim // 2
         # The sines of the second half are the positive ones.
-        return torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
+        self._kernel_table = torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
+
+    @property
+    def kernel_table(self) -> torch.Tensor:
+        """For kernels: float32 [positions, dim], the cosines of the pairs, then their sines."""
+        assert self._kernel_table is not None
+        return self._kernel_table
 
     def prepare(self, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         """Computes the table that `at` looks up."""

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.attention import Attention, AttentionModule, AttentionOptions
+from baton.layers.batch import Batch
 from baton.layers.cache_spec import CacheSpec
-from baton.layers.forward_batch import ForwardBatch
 from baton.layers.linear import Linear, Transposed, WeightLayout, fastest_layout, fastest_product
 from baton.layers.mla import MlaAttention
 from baton.layers.mlp import GatedMlp
@@ -52,7 +52,7 @@ class LanguageModel(Protocol):
         """The pool holds keys and values in FP8, divided by these: float32 [layers, 2, kv heads]."""
         ...
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor: ...
+    def forward(self, batch: Batch) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -71,7 +71,7 @@ class Layer(Protocol):
     @property
     def attention(self) -> AttentionModule: ...
 
-    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]; `hidden` may be overwritten."""
         ...
 
@@ -85,7 +85,7 @@ class DecoderLayer:
         self.input_norm, self.attention = input_norm, attention
         self.post_norm, self.feed_forward = post_norm, feed_forward
 
-    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         hidden = self.attention.add_to(hidden, self.input_norm(hidden), batch)
         return self.feed_forward.add_to(hidden, self.post_norm(hidden))
 
@@ -219,7 +219,7 @@ class Decoder:
                 layouts[kind] = Transposed if several else fastest_layout(weight)
             linear.pack(layouts[kind])
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: Batch) -> torch.Tensor:
         """-> final normalized hidden states [tokens, hidden]"""
         hidden = self.embed(batch.tokens)
         if self._embedding_scale is not None:

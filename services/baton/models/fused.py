@@ -11,17 +11,15 @@ Needs a GPU: import it where one is in use.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from sgl_kernel import silu_and_mul
 
-from baton.kvcache.kv_groups import places
-from baton.kvcache.kv_pool import PagePool
 from baton.layers.attention import Attention
-from baton.layers.forward_batch import Place
+from baton.layers.batch import Batch
 from baton.layers.kernels import quantize
 from baton.layers.kernels.batch_invariant_matmul import matmul
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_few, project_parts
@@ -35,7 +33,6 @@ from baton.layers.mla import MlaAttention
 from baton.layers.mlp import GatedMlp
 from baton.layers.moe import Mixture
 from baton.layers.tensor_parallel import DeviceCommunicator
-from baton.models.body import Step
 from baton.models.decoder import Decoder, plain_layers
 from baton.models.fused_mixture import FusedMixture
 
@@ -46,9 +43,6 @@ class _Weights:
 
     input_norm: torch.Tensor
     attention: Attention | MlaAttention
-    tables: torch.Tensor
-    cache: torch.Tensor
-    """The page tables of its KV group, and its pages."""
     post_norm: torch.Tensor
     feed_forward: GatedMlp | FusedMixture
 
@@ -59,14 +53,11 @@ class FusedDecoder:
     def __init__(
         self,
         model: Decoder,
-        pool: PagePool,
-        tables: Sequence[torch.Tensor],
         context_length: int,
         invariant: bool = False,
     ) -> None:
-        """`model`: of plain layers. `tables`: of each KV group int32 [slots, pages]; `context_length`:
-        positions that will be used. `invariant`: a token is computed in the same order whatever else is in
-        the step; slower."""
+        """`model`: of plain layers. `context_length`: positions that will be used. `invariant`: a token is
+        computed in the same order whatever else is in the step; slower."""
         self.model = model
         self._invariant = invariant
         self._communicator = cast(DeviceCommunicator | None, model.communicator)
@@ -74,18 +65,15 @@ class FusedDecoder:
         """Then rank 0 alone has the biases of what is summed, and all must take the same path."""
         layers = plain_layers(model)
         assert layers is not None
-        self._rope = layers[0].attention.rope.halves(context_length, model.device)
+        layers[0].attention.rope.prepare_kernels(context_length, model.device)
         self._layers: list[_Weights] = []
-        of_layers = places(pool.layout.groups)
-        for index, layer in enumerate(layers):
+        for layer in layers:
             attention, mlp = layer.attention, layer.feed_forward
             assert isinstance(attention, Attention | MlaAttention) and isinstance(mlp, GatedMlp | Mixture)
             self._layers.append(
                 _Weights(
                     layer.input_norm.weight,
                     attention,
-                    tables[of_layers[index][0]],
-                    pool.layer_pages(index),
                     layer.post_norm.weight,
                     mlp if isinstance(mlp, GatedMlp) else FusedMixture(mlp, invariant),
                 )
@@ -101,24 +89,24 @@ class FusedDecoder:
         self._few = MOST_ROWS if few and not invariant else 0
         """Rows up to which `_forward_few` computes decode steps."""
 
-    def forward(self, step: Step) -> torch.Tensor:
+    def forward(self, batch: Batch) -> torch.Tensor:
         """What follows the last layer's attention is not computed for tokens that are not wanted."""
-        model, eps, wanted = self.model, self.model.config.rms_norm_eps, step.wanted
-        residual = model.embed(step.tokens)
+        model, eps, wanted = self.model, self.model.config.rms_norm_eps, batch.wanted
+        residual = model.embed(batch.tokens)
         if len(residual) == 1 and not self._invariant:
-            return self._forward_one(step, residual)
-        if step.decode and len(residual) <= self._few:
-            return self._forward_few(step, residual)
+            return self._forward_one(batch, residual)
+        if batch.decode and len(residual) <= self._few:
+            return self._forward_few(batch, residual)
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
         for w, following, user in self._followed():
             attention = w.attention
-            q = attention.write(self._project(attention.input, x), self._place(w, step))
+            q = attention.write(self._project(attention.input, x), batch)
             if wanted is not None and following is model.norm.weight and not wanted.shape[0]:
                 if self._communicator is not None:
                     # A sum follows all writes: what has retired on rank 0 has everywhere.
                     self._communicator.all_reduce(residual.new_zeros(16))
                 return residual[:0]
-            attended = attention.attend(step.attend, q)
+            attended = attention.attend(batch, q)
             if wanted is not None and following is model.norm.weight:
                 attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
             update = self._project(attention.output, attended)
@@ -132,9 +120,6 @@ class FusedDecoder:
                 x = self._norm(residual, self._project(mlp.down, inner)[None], following, user)
         assert isinstance(x, torch.Tensor)
         return x
-
-    def _place(self, w: _Weights, step: Step) -> Place:
-        return Place(step.positions, step.slots, step.damage, w.tables, w.cache, self._rope)
 
     def _followed(self) -> Iterator[tuple[_Weights, torch.Tensor, Linear | None]]:
         """Each layer, with the norm that follows it and the projection that takes what that writes."""
@@ -194,7 +179,7 @@ class FusedDecoder:
         inner: torch.Tensor = silu_and_mul(gate_up)
         return inner
 
-    def _forward_few(self, step: Step, residual: torch.Tensor) -> torch.Tensor:
+    def _forward_few(self, batch: Batch, residual: torch.Tensor) -> torch.Tensor:
         """The forward pass for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
         normed = torch.empty_like(residual)
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
@@ -202,8 +187,8 @@ class FusedDecoder:
             attention = w.attention
             few = project_few(x, attention.input, residual.dtype) if isinstance(x, Quantized) else None
             projected = self._project(attention.input, x) if few is None else few
-            q = attention.write(projected, self._place(w, step))
-            attended = attention.attend(step.attend, q)
+            q = attention.write(projected, batch)
+            attended = attention.attend(batch, q)
             parts = project_parts(_for(attention.output, attended), attention.output)
             mlp = w.feed_forward
             bias = attention.output.bias
@@ -221,7 +206,7 @@ class FusedDecoder:
                 parts, bias = project_parts(inner, mlp.down), mlp.down.bias
             x = self._add_norm(residual, parts, following, user, normed, bias)
         assert isinstance(x, torch.Tensor)
-        return x if step.wanted is None else x.index_select(0, step.wanted)
+        return x if batch.wanted is None else x.index_select(0, batch.wanted)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._communicator is None:
@@ -245,17 +230,17 @@ class FusedDecoder:
         linear.into(x, out)
         return out
 
-    def _forward_one(self, step: Step, residual: torch.Tensor) -> torch.Tensor:
+    def _forward_one(self, batch: Batch, residual: torch.Tensor) -> torch.Tensor:
         """The forward pass for one token; `residual` [1, hidden] is its embedding."""
         model, eps = self.model, self.model.config.rms_norm_eps
         inner = residual.new_empty(1, self._inner)
         if self._communicator is not None:
-            return self._forward_one_of_ranks(step, residual, inner)
+            return self._forward_one_of_ranks(batch, residual, inner)
         for w in self._layers:
             attention = w.attention
             projected = gemv(residual, attention.input, None, norm=w.input_norm, eps=eps)
-            q = attention.write(projected, self._place(w, step))
-            attended = attention.attend(step.attend, q)
+            q = attention.write(projected, batch)
+            attended = attention.attend(batch, q)
             gemv(attended, attention.output, residual, add=True)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
@@ -263,17 +248,19 @@ class FusedDecoder:
             else:
                 gemv(residual, mlp.gate_up, inner, norm=w.post_norm, eps=eps, gated=True)
                 gemv(inner, mlp.down, residual, add=True)
-        if step.wanted is not None:
-            residual = residual.index_select(0, step.wanted)
+        if batch.wanted is not None:
+            residual = residual.index_select(0, batch.wanted)
         return rmsnorm(residual, model.norm.weight, eps)
 
-    def _forward_one_of_ranks(self, step: Step, residual: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    def _forward_one_of_ranks(
+        self, batch: Batch, residual: torch.Tensor, inner: torch.Tensor
+    ) -> torch.Tensor:
         """What a projection adds is summed first, so norms are kernels of their own. `inner`: a buffer."""
         x = rmsnorm(residual, self._layers[0].input_norm, self.model.config.rms_norm_eps)
         for w, following, _ in self._followed():
             attention = w.attention
-            q = attention.write(gemv(x, attention.input, None), self._place(w, step))
-            part = gemv(attention.attend(step.attend, q), attention.output, None)
+            q = attention.write(gemv(x, attention.input, None), batch)
+            part = gemv(attention.attend(batch, q), attention.output, None)
             self._add_norm(residual, part[None], w.post_norm, None, x)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
@@ -282,7 +269,7 @@ class FusedDecoder:
                 gemv(x, mlp.gate_up, inner, gated=True)
                 parts = gemv(inner, mlp.down, None)[None]
             self._add_norm(residual, parts, following, None, x)
-        return x if step.wanted is None else x.index_select(0, step.wanted)
+        return x if batch.wanted is None else x.index_select(0, batch.wanted)
 
 
 def _for(user: Linear, x: torch.Tensor) -> torch.Tensor | Quantized:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from baton.layers.attention import Attention, AttentionOptions
-from baton.layers.forward_batch import ForwardBatch
+from baton.layers.batch import Batch
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
@@ -33,7 +33,7 @@ class GemmaLayer:
             parameters.under("mlp"), config.hidden_size, hf.intermediate_size, activation=hf.hidden_activation
         )
 
-    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         hidden = hidden + self.post_attention_norm(self.attention(self.input_norm(hidden), batch))
         return hidden + self.post_feed_forward_norm(self.mlp(self.pre_feed_forward_norm(hidden)))
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.layers.attention import AttentionOptions
+from baton.layers.batch import Batch
 from baton.layers.cache_spec import CacheSpec, attention_cache
-from baton.layers.forward_batch import ForwardBatch, Paged
 from baton.layers.tensor_parallel import ONE_RANK, Communicator
 from baton.models.config import ModelConfig, ModelError, first_line
 
@@ -207,10 +207,9 @@ class TransformersModel:
         pairs = zip(self.attention_options, scales, strict=True)
         self.attention_options = [replace(options, kv_scales=own) for options, own in pairs]
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """-> final hidden states [tokens, hidden]"""
-        write_and_attend = batch.attend
-        assert not isinstance(write_and_attend, Paged)  # no kernels of the layers: ModelRunner runs them
+        write_and_attend = batch.attention.write_and_attend
 
         def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: _Options) -> Tensor:
             dim, width = q.shape[-1], v.shape[-1]
@@ -243,7 +242,9 @@ class TransformersModel:
     def _run(self, tokens: Tensor, positions: Tensor, attend: _Function) -> Tensor:
         token = _function.set(attend)
         try:
-            output = self._base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+            output = self._base(
+                input_ids=tokens[None].long(), position_ids=positions[None].long(), use_cache=False
+            )
         finally:
             _function.reset(token)
         self._output = type(output)

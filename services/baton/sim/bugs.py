@@ -7,12 +7,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.engine.batch import Step, StepBuilder
 from baton.engine.capacity import BatchSlots
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.request import Sequence as EngineSequence
 from baton.engine.request import SequencePhase, TokenEvent
 from baton.engine.scheduler import Scheduler
+from baton.engine.step_builder import Step, StepBuilder
 from baton.handoff.fetch import Fetch, Fetches
 from baton.handoff.lease import Lease, Leases
 from baton.handoff.messages import AttemptName, ChunkAnnounced, LeaseFinished, PrefillOutput, ReleaseLease

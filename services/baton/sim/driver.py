@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic
 
-from baton.engine.batch import Step
+from baton.engine.step_builder import Step
 from baton.engine.step_loop import CALLS_SECONDS, TICK_SECONDS, C, Launched, StepPipeline
 from baton.sim.model import Escaped
 from baton.sim.world import Actor, World

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.config import WorkerConfig
-from baton.engine.batch import Step
 from baton.engine.plan import PlanRow, Runner, StepPlan
 from baton.engine.scheduler import Scheduler
+from baton.engine.step_builder import Step
 from baton.engine.step_loop import StepPipeline
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.kvcache import NO_PAGE, KvCacheManager, KvGroup, PageAllocator, PrefixTree

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.engine.batch import Step
+from baton.engine.step_builder import Step
 from baton.engine.step_loop import StepPipeline
 from baton.engine.timed_runner import TimedRunner
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree

@@ -16,8 +16,8 @@ from baton.attention.base import AttentionBackend
 from baton.attention.registry import NoBackend
 from baton.config import WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
-from baton.engine.cuda_runner import CudaRunner
 from baton.engine.grammar_masks import MaskStats
+from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import Runner
 from baton.engine.timed_runner import TimedRunner
 from baton.engine.warmup import StepLimits, measure_step_cost
@@ -246,7 +246,7 @@ def _build_ranked(
         device=device,
         attention=f"prefill={prefill.name} decode={decode.name}",
         overlap=device.type != "cpu" if config.overlap is None else config.overlap,
-        warm=runner.warm if isinstance(runner, CudaRunner) else None,
+        warm=runner.warm if isinstance(runner, ModelRunner) and runner.kernels else None,
         masks=getattr(runner, "mask_stats", MaskStats()),
         grammars=None if config.step_profile else make_compiler(path, info, trials),
         trials=trials,

@@ -9,7 +9,6 @@ import torch
 from baton.attention.base import AttentionBackend
 from baton.attention.paged import PagedAttention
 from baton.config import WorkerConfig
-from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache.kv_pool import PagePool
 from baton.models.body import why_not_fused
@@ -26,9 +25,9 @@ def make_runner(
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
     context_length: int,
-) -> ModelRunner | CudaRunner:
-    """CudaRunner (CUDA graphs) if it supports the model and device, else ModelRunner. All ranks are given the
-    same, so that they capture the same graphs. Raises ValueError if `config.batch_invariant` is set and the
+) -> ModelRunner:
+    """With kernels and CUDA graphs where the model and device allow it. All ranks are given the same, so that
+    they capture the same graphs. Raises ValueError if `config.batch_invariant` is set and the
     model has no fused body there."""
     problem = unsuited(model, prefill, decode)
     if problem is not None:
@@ -40,15 +39,10 @@ def make_runner(
             model,
             pool,
             max_slots=config.max_rows,
+            context_length=context_length,
             prefill_attention=prefill,
             decode_attention=decode,
-            device=pool.device,
         )
-    assert (
-        isinstance(model, Decoder)
-        and issubclass(prefill, PagedAttention)
-        and issubclass(decode, PagedAttention)
-    )
     if not config.batch_invariant and (reason := why_not_fused(model)) is not None:
         _log.info("the layers run as modules, in CUDA graphs", reason=reason)
     last = time.monotonic()
@@ -60,10 +54,10 @@ def make_runner(
             _log.info("capturing CUDA graphs", done=done, total=total)
 
     for name, backend in (("any steps", decode), ("small steps with chunks", prefill)):
-        if not backend.graphs:
+        if not getattr(backend, "graphs", False):
             _log.warning(f"no CUDA graphs of {name}", reason=f"{backend.name} plans on the host")
             break
-    runner = CudaRunner(
+    runner = ModelRunner(
         model,
         pool,
         max_slots=config.max_rows,
@@ -71,6 +65,7 @@ def make_runner(
         context_length=context_length,
         prefill_attention=prefill,
         decode_attention=decode,
+        kernels=True,
         batch_invariant=config.batch_invariant,
         progress=report,
     )

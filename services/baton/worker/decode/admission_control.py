@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.engine.batch import Step
 from baton.engine.request import Sequence
 from baton.engine.scheduler import Scheduler
+from baton.engine.step_builder import Step
 from baton.engine.step_stats import MovingAverage, StepStats
 
 MARGIN = 1.15

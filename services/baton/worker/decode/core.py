@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
-from baton.engine.batch import Step
 from baton.engine.plan import StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -21,6 +20,7 @@ from baton.engine.request import (
     TokenEvent,
 )
 from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
+from baton.engine.step_builder import Step
 from baton.engine.step_stats import StepStats
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
 from baton.handoff.fetch import Fetches

@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.config import PrefillConfig
-from baton.engine.batch import Step
 from baton.engine.plan import Logprobs, StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -29,6 +28,7 @@ from baton.engine.request import (
     TokenEvent,
 )
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.step_builder import Step
 from baton.engine.step_stats import StepStats
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
 from baton.handoff.lease import Lease, Leases

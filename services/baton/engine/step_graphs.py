@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.device_batch import Ragged
+from baton.engine.batch import HostBatch
 
 Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs in all)."""
@@ -272,13 +272,13 @@ class ChunkGraphs:
         self.bytes = free - torch.cuda.mem_get_info(device)[0]
         """Device memory that they took, and what torch reserved to warm up for them."""
 
-    def shape(self, step: Ragged) -> tuple[int, int] | None:
+    def shape(self, step: HostBatch) -> tuple[int, int] | None:
         """Tokens and rows of the graph for this step; None: no graph fits."""
         rows = max(len(step.rows), len(step.slots))
         fitting = ((size, most) for size, most in self._shapes if size >= step.tokens and most >= rows)
         return next(fitting, None)
 
-    def run(self, shape: tuple[int, int], step: Ragged) -> torch.Tensor:
+    def run(self, shape: tuple[int, int], step: HostBatch) -> torch.Tensor:
         """Enqueues the step; returns the logits [samples, vocab] that it will write."""
         self._fill(shape, step)
         self._graphs[shape].replay()
@@ -298,7 +298,7 @@ class ChunkGraphs:
         logits = self._logits[: shape[1]]
         return ChunkInputs(ids, positions, token_slots, row_slots, lengths, starts, last, logits)
 
-    def _fill(self, shape: tuple[int, int], step: Ragged | None) -> None:
+    def _fill(self, shape: tuple[int, int], step: HostBatch | None) -> None:
         """Enqueues the copy of a step's inputs; without a step, of padding only."""
         host = torch.zeros(self._length(*shape), dtype=torch.int32, pin_memory=True)
         lanes = np.split(host.numpy(), np.cumsum(self._lengths(*shape))[:-1])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.device_batch import DeviceSlots, Ragged, _continues
+from baton.engine.batch import HostBatch
+from baton.engine.device_slots import DeviceSlots, _continues
 from baton.engine.plan import PlanRow
 from baton.kvcache.kv_groups import NO_PAGE
 from baton.layers.async_copy import Upload
@@ -186,14 +187,14 @@ def test_rows_of_one_token_come_first():
         PlanRow(1, None, 9, ((0,),), (1,)),
         PlanRow(2, (8,), 0, ((0,),), ()),
     ]
-    ragged = Ragged.of(rows)
-    assert ragged.order == [1, 2, 0] and ragged.single == 2 and ragged.tokens == 5
-    assert ragged.ids.tolist() == [-1, 8, 5, 6, 7]
-    assert ragged.positions.tolist() == [9, 0, 4, 5, 6]
-    assert ragged.token_slots.tolist() == [1, 2, 3, 3, 3] and ragged.row_slots.tolist() == [1, 2, 3]
-    assert ragged.starts.tolist() == [0, 1, 2, 5] and ragged.lengths.tolist() == [10, 1, 7]
-    assert ragged.slots.tolist() == [3, 1] and ragged.targets.tolist() == [7, 10]
-    assert ragged.last.tolist() == [4, 0]
+    batch = HostBatch.of(rows)
+    assert batch.order == [1, 2, 0] and batch.single == 2 and batch.tokens == 5
+    assert batch.ids.tolist() == [-1, 8, 5, 6, 7]
+    assert batch.positions.tolist() == [9, 0, 4, 5, 6]
+    assert batch.token_slots.tolist() == [1, 2, 3, 3, 3] and batch.row_slots.tolist() == [1, 2, 3]
+    assert batch.starts.tolist() == [0, 1, 2, 5] and batch.lengths.tolist() == [10, 1, 7]
+    assert batch.slots.tolist() == [3, 1] and batch.targets.tolist() == [7, 10]
+    assert batch.last.tolist() == [4, 0]
 
 
 def test_upload():

@@ -1,0 +1,77 @@
+"""Attention of a whole model over one step: of each KV group by a backend for rows of one token and one for
+longer rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from baton.attention.base import AttentionBackend, AttentionRows
+from baton.attention.paged import PagedAttention
+from baton.kvcache.kv_groups import places
+from baton.kvcache.kv_pool import PagePool
+from baton.layers.attention import AttentionOptions
+
+
+class ModelAttention:
+    """The backends of all KV groups of a pool."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        num_heads: int,
+        options: Sequence[AttentionOptions],
+        chunks: type[AttentionBackend],
+        singles: type[AttentionBackend],
+    ) -> None:
+        """`options`: of each layer; `chunks`: for rows of several tokens; `singles`: for rows of one."""
+        self.options = options
+        groups = pool.layout.groups
+        self.places = places(groups)
+        """Of each layer its KV group, and its place in the group's pages."""
+        of_groups = [[options[layer] for layer in group.layers] for group in groups]
+        views = list(zip(pool.groups, of_groups, range(len(groups)), strict=True))
+        self.chunks = [chunks(view, num_heads, own, index) for view, own, index in views]
+        self.singles = [singles(view, num_heads, own, index) for view, own, index in views]
+
+    def over(self, *rows: AttentionRows) -> StepAttention:
+        """Prepares a step of these rows. Those of one token, in a graph: whose `starts` is None."""
+        parts = [(self.singles if own.longest == 1 else self.chunks, own) for own in rows]
+        for backends, own in parts:
+            for backend in backends:
+                backend.plan(own)
+        return StepAttention(self, parts)
+
+
+class StepAttention:
+    """Implements `layers.batch.StepAttention`."""
+
+    def __init__(
+        self, model: ModelAttention, parts: list[tuple[list[AttentionBackend], AttentionRows]]
+    ) -> None:
+        self._options, self._places, self._parts = model.options, model.places, parts
+
+    def write_and_attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        latent = self._options[layer].latent
+        out = q.new_empty(*q.shape[:2], q.shape[2] if latent is None else latent.value_dim)
+        group, place = self._places[layer]
+        if len(self._parts) == 1:
+            ((backends, rows),) = self._parts
+            backends[group].forward(place, q, k, v, out, rows)
+            return out.flatten(1)
+        for backends, rows in self._parts:
+            at = slice(rows.first, rows.first + rows.tokens)
+            backends[group].forward(place, q[at], k[at], v[at], out[at], rows)
+        return out.flatten(1)
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        group, place = self._places[layer]
+        for backends, rows in self._parts:
+            backend = backends[group]
+            assert isinstance(backend, PagedAttention)
+            if len(self._parts) == 1:
+                backend.attend(place, q, out, rows)
+            else:
+                at = slice(rows.first, rows.first + rows.tokens)
+                backend.attend(place, q[at], out[at], rows)

@@ -1,0 +1,73 @@
+"""A step's batch, as the layers of a model see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from baton.layers.rope import Rope
+
+
+class StepAttention(Protocol):
+    """Attention of all layers over one step's rows: `attention.step.StepAttention`."""
+
+    def write_and_attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Writes a layer's keys and values of all tokens into the pool and attends. q
+        [tokens, heads, head_dim], k and v [tokens, kv heads, head_dim] -> [tokens, heads * head_dim]."""
+        ...
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """q [tokens, heads, head_dim] into `out` of that shape, once the layer's keys and values are in the
+        pool. Of latents: absorbed queries [tokens, heads, rank + rotated], weighted latents
+        [tokens, heads, rank]."""
+        ...
+
+
+class LayerCache(NamedTuple):
+    """Where a layer's own kernels write keys and values, on the device."""
+
+    tables: torch.Tensor
+    """int32 [slots, pages]: page tables of the layer's KV group, by batch slot."""
+    pages: torch.Tensor
+    """[pages, kv heads, parts, page_size, dim]"""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tokens of all rows of a step, one row behind the other, those of one token first.
+
+    In a CUDA graph its tensors are buffers that each replay finds filled.
+    """
+
+    tokens: torch.Tensor
+    """Ids, int [tokens]"""
+    positions: torch.Tensor
+    """int [tokens]"""
+    attention: StepAttention
+    caches: Sequence[LayerCache] = ()
+    """Of each layer, where its own kernels write into the pool; empty: `attention` writes."""
+    slots: torch.Tensor | None = None
+    """int32 [tokens]: their batch slots; with `caches`."""
+    damage: torch.Tensor | None = None
+    """float32 [slots]: becomes NaN where values that are written are no numbers, or infinite; latents are not
+    looked at. With `caches`."""
+    wanted: torch.Tensor | None = None
+    """int [n]: the tokens whose final hidden states are wanted; None: all."""
+    decode: bool = False
+    """Every token is a row's only one."""
+    _rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the positions, [tokens, 1, rotary dim] each; computed once a step."""
+        found = self._rotations.get(id(rope))
+        if found is None:
+            found = self._rotations[id(rope)] = rope.at(self.positions)
+        return found
+
+    def where(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LayerCache]:
+        """For a layer's own kernels: positions, slots, damage, and the layer's cache."""
+        assert self.slots is not None and self.damage is not None
+        return self.positions, self.slots, self.damage, self.caches[layer]
