@@ -55,8 +55,8 @@ def filled(rng, vocab, params=None):
 def on_gpu(sampler, logits, slots, positions):
     """Its samples; what it leaves as last tokens is checked."""
     last = torch.full((SLOTS + 1,), -1, dtype=torch.int32, device=CUDA)
-    result, samples = sampler.sample(logits.to(CUDA), slots, positions, last)
-    assert torch.equal(last[torch.from_numpy(slots).to(CUDA)], result[:, 0])
+    samples = sampler.sample(logits.to(CUDA), slots, positions, last)
+    assert torch.equal(last[torch.from_numpy(slots).to(CUDA)], samples.tokens)
     assert (last >= 0).sum().item() == len(slots)
     return samples
 
