@@ -64,7 +64,7 @@ def test_figures_that_are_wrong_break_no_rule(monkeypatch):
 
 def test_no_innocent_request_fails_by_300_random_kills():
     """A request without a token is suspected when its node is lost, and counts as the cause when that happens
-    to it again and again; not by chance, with a kill a second. The ledger excuses no such end."""
+    to it again and again; not by chance, with a kill a second."""
     resumed = 0
     for seed in range(30):
         scenario, rng = make_scenario(seed), random.Random(seed)
@@ -141,6 +141,34 @@ def test_a_worker_ends_with_one_of_its_ranks(faults, ends):
     assert not outcome.failure
     assert outcome.requests["finished"] > 0.5 * len(scenario.requests)
     assert sum("d0" in line and "starts, life" in line for line in lines) == 1 + ends
+
+
+@pytest.mark.parametrize(("times", "ends"), [(1, "finished"), (60, "INTERNAL")])
+def test_a_request_counts_as_the_cause_when_nodes_hang_in_its_turns_by_chance(times, ends):
+    """With one hang of each decode node it is suspected, then has a turn that is lost; with more, another."""
+    base = next(s for s in map(make_scenario, range(100)) if len(s.decode) == 2)
+    ranks = {"ranks": 2, "heads": 2, "collective_seconds": 0.5}
+    decode = tuple(
+        (replace(config, local_prefill_tokens=99), replace(machine, **ranks))
+        for config, machine in base.decode
+    )
+    prefill = tuple((config, replace(machine, ranks=1, heads=2)) for config, machine in base.prefill)
+    request = replace(base.requests[0], at=1.0, timeout=15.0, cancel_after=None)
+    scenario = replace(
+        base,
+        prefill=prefill,
+        decode=decode,
+        requests=(replace(request, params=replace(request.params, seed=1)),),
+        gateway=replace(base.gateway, silence=30.0, max_resumes=8, wait=30.0),
+        faults=tuple(
+            Fault(1.0 + time / 20, "hang", node, seconds=9.0)
+            for time in range(times)
+            for node in ("d0", "d1")
+        ),
+    )
+    outcome = run_scenario(scenario)
+    assert not outcome.failure, outcome
+    assert outcome.requests == {ends: 1}
 
 
 def test_a_node_that_drains_takes_no_more_requests():

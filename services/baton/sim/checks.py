@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.plan import Logprobs
+from baton.gateway.resume import MAX_FAILED_STEPS
 from baton.sim.model import POISONS, Windows, prompt_logprobs, reference
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Violation, World
@@ -28,6 +29,7 @@ class _Account:
     text: list[str] = field(default_factory=list)
     ended: str = ""
     cancelled: bool = False
+    lost_turns: int = 0
 
 
 class Ledger:
@@ -110,6 +112,10 @@ class Ledger:
                 "happened excuses it"
             )
 
+    def lost_turn(self, number: int) -> None:
+        """A decode node was lost without a word while it computed the request as its one suspect."""
+        self._accounts[number].lost_turns += 1
+
     def lost(self, number: int) -> None:
         """The client's own connection has ended with its gateway."""
         if not self._accounts[number].ended:
@@ -137,6 +143,8 @@ class Ledger:
             in_vain = reason == "TOO_MANY_RESUMES" or "no decode node" in message
             if not in_vain:
                 return False  # it should have been resumed, or have waited
+        if reason == "REPEATED_STEP_FAILURE" and account.lost_turns >= MAX_FAILED_STEPS and not spec.probe:
+            return True  # faults ended nodes in its turns only: nobody could tell it from the cause
         if reason in ("REPEATED_STEP_FAILURE", "NODE_FAILED") and self._poison is not None:
             # All others are resumed, unless their clients prefer an error.
             excused = spec is self._poison or (reason == "NODE_FAILED" and not spec.resume)

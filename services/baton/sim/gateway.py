@@ -86,7 +86,22 @@ class SimGateway(SimProcess, VirtualGateway):
         on_up: Callable[[decode_pb2.StepEvents], None],
         on_down: Callable[[BatonError], None],
     ) -> SimLink:
-        return self.link(address, hello, on_message, on_up, on_down)
+        turns: set[tuple[int, int]] = set()
+        """Request and attempt of suspects that the node computes, and has sent no token of."""
+
+        def heard(message: decode_pb2.StepEvents) -> None:
+            turns.update((e.request, e.attempt) for e in message.events if e.HasField("turn"))
+            turns.difference_update((delta.request, delta.attempt) for delta in message.tokens)
+            on_message(message)
+
+        def down(error: BatonError) -> None:
+            for number, request in self._requests.items():
+                if (request.number, request.attempt) in turns:
+                    self._ledger.lost_turn(number)
+            turns.clear()
+            on_down(error)
+
+        return self.link(address, hello, heard, on_up, down)
 
     async def node_info(self, address: str) -> node_pb2.NodeInfo:
         await sleep(self.world, self.loop, self.network.latency(self.name, address))
