@@ -33,17 +33,29 @@ MAX_EXPERTS_OF_ALL_LAYERS = 2**16
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises CheckpointError."""
+    content = _json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"cannot read {path}: it is not a JSON object")
+    return content
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Raises CheckpointError."""
+    content = _json(path)
+    if not isinstance(content, list):
+        raise CheckpointError(f"cannot read {path}: it is not a JSON list")
+    return content
+
+
+def _json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"cannot read {path}: it has more than {MAX_BYTES >> 20} MiB")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise CheckpointError(f"cannot read {path}: it is nested too deep") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {' '.join(str(error).split())[:300]}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"cannot read {path}: it is not a JSON object")
-    return content
 
 
 def check_sizes(path: Path, config: Any) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -21,7 +23,14 @@ from process import Process
 
 from baton.client import AsyncClient, BatonError
 from baton.rpc.errors import from_rpc_error
-from baton.v1 import decode_pb2_grpc, embed_pb2, prefill_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from baton.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    embed_pb2,
+    prefill_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
 
 MEAN, LAST = embed_pb2.POOLING_MEAN, embed_pb2.POOLING_LAST
 LENGTHS = (1, 2, 15, 16, 17, 40, 200, 700, 1023, 1024)
@@ -296,3 +305,51 @@ def test_a_lost_prefill_node(tmp_path, deployments):
             for prompt, vector in zip(given, vectors, strict=True):
                 assert np.abs(np.array(vector) - expected.of(prompt, True)).max() < TOLERANCE
             assert len(client.embed(given[:3]).vectors) == 3
+
+
+def test_a_checkpoint_for_embeddings_alone(tmp_path, deployments):
+    """As sentence-transformers keeps them: without a head, names that start with no `model.`, a mean that is
+    not normalized unless it is asked for."""
+    model = make_model("qwen3", seed=4, tie_word_embeddings=False)
+    folder = save(model, tmp_path / "model")
+    model.model.save_pretrained(folder)
+    pooling_of(folder, "mean_tokens", normalize=False)
+    with Deployment.split(tmp_path, folder) as deployment:
+        deployments.append(deployment)
+        expected, client = Expected(model), deployment.client()
+        given = prompts(3, 200, seed=16)
+        for options, mean, normalize in (
+            ({}, True, False),
+            ({"normalize": True}, True, True),
+            ({"pooling": "last"}, False, False),
+        ):
+            for prompt, vector in zip(given, client.embed(given, **options).vectors, strict=True):
+                wanted = expected.of(prompt, mean, normalize)
+                assert np.abs(np.array(vector) - wanted).max() < TOLERANCE * max(1, np.abs(wanted).max())
+        url, body = f"http://{deployment.gateway.http}/v1/", {"model": client.models()[0].name}
+        by_http = httpx.post(f"{url}embeddings", json={**body, "input": given}, trust_env=False).json()
+        for prompt, each in zip(given, by_http["data"], strict=True):
+            wanted = expected.of(prompt, True, False)
+            assert np.abs(np.array(each["embedding"]) - wanted).max() < TOLERANCE * np.abs(wanted).max()
+        refused = httpx.post(f"{url}completions", json={**body, "prompt": given[0]}, trust_env=False)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "embeds_only"), refused.text
+        with pytest.raises(BatonError, match="embeddings alone") as failed:
+            client.generate(token_ids=given[0], max_tokens=2)
+        assert failed.value.code is grpc.StatusCode.FAILED_PRECONDITION
+        stub = decode_pb2_grpc.DecodeStub(grpc.insecure_channel(deployment.of("decode")[0].address))
+        commands = [{"hello": {"incarnation": 7}}, {"start": {"token_ids": given[0]}}]
+        events = stub.Generate((decode_pb2.GenerateCommand(**each) for each in commands), timeout=20)
+        assert "embeddings alone" in str(list(events))
+
+
+def pooling_of(folder: Path, mode: str, normalize: bool) -> None:
+    """Writes the files that sentence-transformers reads."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", **({"2_Normalize": "Normalize"} if normalize else {})}
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    flags = {f"pooling_mode_{each}": each == mode for each in ("cls_token", "mean_tokens", "lasttoken")}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))

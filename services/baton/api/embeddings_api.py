@@ -38,7 +38,7 @@ class EmbeddingsRequest(Strict):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Int32 | None = None
     # Beyond OpenAI's.
-    pooling: Literal["last", "mean"] = "last"
+    pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     priority: Int32 | None = None
     cache_salt: str | None = None
@@ -79,7 +79,9 @@ def embed_request(body: EmbeddingsRequest) -> inference_pb2.EmbedRequest:
     """Raises ApiError."""
     if not body.model:
         raise invalid_value("model", "model is empty: name one of /v1/models")
-    request = inference_pb2.EmbedRequest(model=body.model, pooling=_POOLING[body.pooling])
+    request = inference_pb2.EmbedRequest(model=body.model)
+    if body.pooling is not None:
+        request.pooling = _POOLING[body.pooling]
     given = body.input
     if isinstance(given, str):
         request.inputs.add(text=given)

@@ -285,9 +285,9 @@ class EmbedOptions(TypedDict, total=False):
 
     model: str
     pooling: Literal["last", "mean"]
-    """Which final hidden states an embedding is made of; missing: the last token's."""
+    """Which final hidden states an embedding is made of; missing: those that the model asks for."""
     normalize: bool
-    """Divide each embedding by its length; missing: True."""
+    """Divide each embedding by its length; missing: as the model asks."""
     dimensions: int
     """Keep the first values only."""
     timeout: float

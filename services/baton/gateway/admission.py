@@ -10,7 +10,14 @@ import grpc
 
 from baton.config import GatewayConfig
 from baton.rpc.errors import BatonError, invalid
-from baton.rpc.validate import check_choices, check_enums, check_sampling, check_token_ids, require_grammars
+from baton.rpc.validate import (
+    check_choices,
+    check_enums,
+    check_generates,
+    check_sampling,
+    check_token_ids,
+    require_grammars,
+)
 from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
 
 MAX_ID_CHARACTERS = 128
@@ -36,6 +43,8 @@ def check_start(
     model None: no decode node has been reached yet, so names and token ids are not checked.
     """
     check_model(start.model, model)
+    if model is not None:
+        check_generates(model)
     check_enums(start)
     _check_prompt(start, _max_prompt_bytes(config, model), model)
     check_sampling(start.sampling, model.vocab_size if model is not None else None)

@@ -19,6 +19,7 @@ from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, rope_of
 from baton.model_path import CheckpointError
 from baton.models.gguf_checkpoint import read_hf_config
+from baton.models.pooling_config import MODULES
 from baton.models.quantization_config import quantization_config, read_format
 from baton.models.registry import FAMILIES, build
 
@@ -50,6 +51,8 @@ class ModelConfig:
     """"baton": a family of this package; "transformers": its own code."""
     used_length: int
     """Positions that will be used."""
+    embeds_only: bool = False
+    """It has no head: a checkpoint of the body alone (…Model), or of sentence-transformers."""
     wrapper: str = ""
     """Name of the architecture whose language model this is, and whose other parts, such as a vision tower,
     are left out; empty: it is no part of another."""
@@ -139,6 +142,7 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
     if not getattr(text, "is_causal", True):
         raise ModelError("attention to later positions (is_causal) is not supported")
     wrapper = ", ".join(getattr(hf, "architectures", None) or []) if text is not hf else ""
+    embeds_only = _embeds_only(hf, path)
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
@@ -155,12 +159,13 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
         head_dim=_head_dim(text),
         rms_norm_eps=getattr(text, "rms_norm_eps", 0.0),
         context_length=most,
-        tied=_is_tied(hf, path),
+        tied=embeds_only or _is_tied(hf, path),
         dtype=_dtype(text if getattr(text, "dtype", None) is not None else hf, path),
         eos_token_ids=(),
         hf=hf if implementation == "transformers" else text,
         implementation=implementation,
         used_length=min(wanted_length or most, most),
+        embeds_only=embeds_only,
         wrapper=wrapper,
     )
 
@@ -184,6 +189,15 @@ def _is_tied(hf: Any, path: Path) -> bool:
     return bool(getattr(hf, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
 
 
+def _embeds_only(hf: Any, path: Path) -> bool:
+    """Whether the checkpoint is one for embeddings alone, by what it has beside its lack of a head: a model
+    whose head was left out by mistake is one that lacks a tensor."""
+    body = any(name.endswith("Model") for name in getattr(hf, "architectures", None) or [])
+    if not body and not (path / MODULES).is_file():
+        return False
+    return not any(name.endswith("lm_head.weight") for name in _tensor_names(path))
+
+
 def _tensor_names(path: Path) -> set[str]:
     """Names in a directory's safetensors files, as far as they can be read; the loader tells the rest."""
     names: set[str] = set()
@@ -203,6 +217,8 @@ def _choose(hf: Any, implementation: str) -> tuple[str, str]:
     from baton.models import transformers_backend
 
     names = list(getattr(hf, "architectures", None) or [])
+    if len(names) == 1 and (headed := f"{names[0].removesuffix('Model')}ForCausalLM") in FAMILIES:
+        names = [headed]
     name = ", ".join(names) or "(none named)"
     ours = len(names) == 1 and names[0] in FAMILIES
     if implementation not in IMPLEMENTATIONS:

@@ -144,8 +144,9 @@ WRAPPED = {
     "language_model.": "",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
+    **{part: f"model.{part}" for part in ("layers.", "embed_tokens.", "norm.")},
 }
-"""How names of a language model's tensors start inside a wrapper, and by itself."""
+"""How names of a language model's tensors start inside a wrapper or without a head, and by itself."""
 
 
 def _unwrapped(name: str) -> str:
@@ -156,8 +157,8 @@ def _unwrapped(name: str) -> str:
 
 
 class SafetensorsFile:
-    """One of a checkpoint's safetensors files; a TensorFile. The language model of a wrapper has the names
-    that it has by itself."""
+    """One of a checkpoint's safetensors files; a TensorFile. The language model of a wrapper, and one without
+    a head, have the names that they have by themselves."""
 
     def __init__(self, path: Path, index: Mapping[str, str] = MappingProxyType({})) -> None:
         """`index`: the name of the file of each tensor; of copies in other files nothing is read."""

@@ -8,8 +8,8 @@ from functools import cache
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from baton.rpc.errors import invalid
-from baton.v1 import common_pb2
+from baton.rpc.errors import failed_precondition, invalid
+from baton.v1 import common_pb2, node_pb2
 
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 10.0
@@ -89,6 +89,16 @@ def require_grammars(params: common_pb2.SamplingParams, supported: bool) -> None
     """Raises BatonError for a grammar where output cannot be constrained."""
     if params.HasField("grammar") and not supported:
         raise invalid("sampling.grammar", "sampling.grammar: output cannot be constrained here")
+
+
+def check_generates(model: node_pb2.ModelInfo) -> None:
+    """Raises BatonError for a checkpoint without a head."""
+    if model.embeds_only:
+        raise failed_precondition(
+            f"{model.name!r} computes embeddings alone (its checkpoint has no head): ask /v1/embeddings or "
+            "Inference.Embed",
+            "EMBEDS_ONLY",
+        )
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int | None, field: str) -> None:

@@ -14,7 +14,13 @@ from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import GrammarSpec
 from baton.handoff.messages import AttemptName
 from baton.rpc.errors import BatonError, invalid, to_status
-from baton.rpc.validate import check_choices, check_sampling, check_token_ids, require_grammars
+from baton.rpc.validate import (
+    check_choices,
+    check_generates,
+    check_sampling,
+    check_token_ids,
+    require_grammars,
+)
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 
 FINISH_REASONS = {
@@ -108,6 +114,7 @@ def check_start(
     info: node_pb2.ModelInfo,
 ) -> None:
     """What PrefillStart and DecodeStart have in common. Raises BatonError naming the field."""
+    check_generates(info)
     vocab_size, context_length = info.vocab_size, info.context_length
     if not token_ids:
         raise invalid("token_ids", "token_ids is empty: a prompt has at least one token", "EMPTY_PROMPT")

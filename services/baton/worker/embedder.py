@@ -73,7 +73,9 @@ class Embedder:
         finally:
             self.running -= len(requests)
             self._steps.call(lambda core, now: _close(core, requests))
-        return embed_pb2.PromptEmbeddings(embeddings=[_embedding(message, request) for request in requests])
+        return embed_pb2.PromptEmbeddings(
+            embeddings=[self._embedding(message, request) for request in requests]
+        )
 
     def _requests(
         self, message: embed_pb2.EmbedPrompts
@@ -87,7 +89,7 @@ class Embedder:
                 params=SamplingParams(),
                 namespace=message.namespace,
                 priority=message.priority,
-                pooling=_POOLING[message.pooling],
+                pooling=_POOLING[message.pooling or self._info.default_pooling],
             )
             for index, prompt in enumerate(message.prompts)
         ]
@@ -100,6 +102,17 @@ class Embedder:
             except Refused as refused:
                 core.scheduler.close(request)
                 core.scheduler.embedded.append(FailedEvent(request, refused.reason, refused.message))
+
+    def _embedding(self, message: embed_pb2.EmbedPrompts, request: EngineRequest) -> embed_pb2.Embedding:
+        assert request.pooled is not None
+        vector = pooled(request.pooled, len(request.prompt) if request.pooling is Pooling.MEAN else 1)
+        if message.HasField("dimensions"):
+            vector = vector[: message.dimensions]
+        asked, info = message.HasField("normalize"), self._info
+        if message.normalize if asked else info.default_normalize or not info.HasField("default_normalize"):
+            vector = normalized(vector)
+        cached = request.cached_tokens or 0
+        return embed_pb2.Embedding(values=vector, prompt_tokens=len(request.prompt), cached_tokens=cached)
 
     def deliver(self, events: Sequence[EmbeddedEvent | FailedEvent]) -> None:
         for event in events:
@@ -152,17 +165,6 @@ def _error(event: FailedEvent, field: str) -> BatonError:
     if event.reason in ("PROMPT_TOO_LONG", "EMPTY_PROMPT"):
         return invalid(field, event.message, event.reason)
     return without_frames(internal(event.message, event.reason))
-
-
-def _embedding(message: embed_pb2.EmbedPrompts, request: EngineRequest) -> embed_pb2.Embedding:
-    assert request.pooled is not None
-    vector = pooled(request.pooled, len(request.prompt) if request.pooling is Pooling.MEAN else 1)
-    if message.HasField("dimensions"):
-        vector = vector[: message.dimensions]
-    if not message.HasField("normalize") or message.normalize:
-        vector = normalized(vector)
-    cached = request.cached_tokens or 0
-    return embed_pb2.Embedding(values=vector, prompt_tokens=len(request.prompt), cached_tokens=cached)
 
 
 def pooled(summed: Vector, count: int) -> Vector:

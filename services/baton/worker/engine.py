@@ -31,6 +31,7 @@ from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.config import ModelError
 from baton.models.decoder import LanguageModel
 from baton.models.kv_scales import digest
+from baton.models.pooling_config import read_pooling
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -44,7 +45,7 @@ from baton.transport import (
     open_receiver,
     reap_orphans,
 )
-from baton.v1 import common_pb2, node_pb2
+from baton.v1 import common_pb2, embed_pb2, node_pb2
 from baton.worker.checks import checked
 from baton.worker.memory import num_pages, run_largest_steps
 from baton.worker.model import (
@@ -209,6 +210,7 @@ def _build_ranked(
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
+    pooling = read_pooling(path)
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture,
@@ -220,6 +222,9 @@ def _build_ranked(
         parameters=model.num_parameters,
         grammars=not config.step_profile,
         embedding_size=0 if isinstance(runner, TimedRunner) else shape.hidden_size,
+        embeds_only=shape.embeds_only,
+        default_pooling=embed_pb2.POOLING_MEAN if pooling.mode == "mean" else embed_pb2.POOLING_LAST,
+        default_normalize=pooling.normalize,
     )
     _log.info(
         "engine ready",
