@@ -1,4 +1,4 @@
-"""The programs of docs/agents.md against `baton up`: a tool call, an MCP tool, and for some a full context.
+"""The programs of docs/agents.md against `baton up`: a tool call, an MCP tool, and a full context.
 
 Each runs once, as it is installed but for what docs/agents.md says. The model goes on to the next step of its
 script only where the conversation holds what the last one gave: its last answer says that all were taken.
@@ -28,9 +28,9 @@ from ports import free_port
 ROOT = Path(__file__).parents[2]
 AGENTS = ROOT / ".venv" / "agents"
 SECONDS = 400
-CONTEXT = 24576
+CONTEXT = 32768
 """Tokens: more than any program's own instructions and tools are here, with little room left."""
-PARTS = 9
+PARTS = 13
 """Files that fill it: 10 kB each, about 2,600 tokens."""
 QUESTION = "Which word is in note.txt, and how is the weather in Oslo?"
 LONG = QUESTION + " Then read all parts."
@@ -61,7 +61,7 @@ RULES = [
     Rule("not names and 'commit message' in seen.text", "chore: another word"),
     Rule("'Change the word' in seen.asked", "note.txt\n```\nthe word is granite\n```\n"),
     Rule(
-        "'CONTEXT CHECKPOINT' in seen.asked",
+        "'CONTEXT CHECKPOINT' in seen.asked or 'etailed summary' in seen.asked or 'nchored summary' in seen.asked",
         "<summary>\nSUMMARY-7: the word and the weather are known.\n</summary>",
     ),
     Rule("'cat part-2' in seen.text and 'quartz' not in seen.told", SHORTENED),
@@ -119,8 +119,8 @@ class Place(NamedTuple):
     work: Path
     url: str
 
-    def run(self, *command: str, given: str = "", **environment: str) -> str:
-        """What it printed. command: a program of .venv/agents, its arguments."""
+    def run(self, *command: str, given: str = "", code: int = 0, **environment: str) -> str:
+        """What it printed. command: a program of .venv/agents, its arguments. code: with which it must exit."""
         path = os.pathsep.join(
             str(each) for each in (AGENTS / "node_modules" / ".bin", AGENTS / "aider" / "bin")
         )
@@ -141,7 +141,7 @@ class Place(NamedTuple):
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
     @property
@@ -199,23 +199,24 @@ default_tools_approval_mode = "approve"
 
 
 def test_claude_code(place: Place):
-    """It finds the MCP tool by its tool search."""
+    """It finds the MCP tool by its tool search, and summarizes after an error that says that the context is full."""
     server = {"command": place.weather[0], "args": place.weather[1:]}
     (place.work / "mcp.json").write_text(json.dumps({"mcpServers": {"weather": server}}))
     printed = place.run(
         *("claude", "-p", "--output-format", "json", "--mcp-config", "mcp.json"),
-        *("--allowedTools", WEATHER[0], "Bash", "--", QUESTION),
+        *("--allowedTools", WEATHER[0], "Bash", "--", LONG),
         ANTHROPIC_BASE_URL=place.url,
         ANTHROPIC_AUTH_TOKEN="none",
         ANTHROPIC_MODEL="claude-mine",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )
-    assert objects(printed)[-1]["result"] == KNOWN
+    assert objects(printed)[-1]["result"] == SUMMARIZED
     place.weather_was_asked_once()
 
 
 def test_opencode(place: Place):
-    """Its configuration names no limit: it asks for more output than the context holds, and gets less."""
+    """Its configuration names no limit: it asks for more output than the context holds, and gets less. It summarizes
+    after an error that says that the context is full, goes on, and exits with 1 because of that error."""
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Baton",
@@ -229,12 +230,13 @@ def test_opencode(place: Place):
     }
     (place.work / "opencode.json").write_text(json.dumps(settings))
     printed = place.run(
-        *("opencode", "run", "--format", "json", QUESTION),
+        *("opencode", "run", "--format", "json", LONG),
+        code=1,
         OPENCODE_DISABLE_AUTOUPDATE="1",
         OPENCODE_DISABLE_MODELS_FETCH="1",
     )
     texts = [each["part"]["text"] for each in objects(printed) if each["type"] == "text"]
-    assert texts[-1] == KNOWN
+    assert texts[-1] == SUMMARIZED
     place.weather_was_asked_once()
 
 
@@ -272,3 +274,17 @@ def test_aider(place: Place):
         ["git", "log", "-1", "--format=%s"], cwd=place.work, capture_output=True, text=True, check=True
     )
     assert said.stdout == "chore: another word\n"
+
+
+def test_langchain(place: Place):
+    """Its clients of three APIs: a forced call, a chosen one, and errors of a full context that are its own."""
+    python = str(AGENTS / "langchain" / "bin" / "python")
+    program = ROOT / "tests" / "clients" / "langchain_tools.py"
+    for made in objects(place.run(python, str(program), place.url, QUESTION)):
+        ((api, found),) = made.items()
+        assert found["calls"] == [
+            ["bash", {"command": "cat note.txt", "description": "Look"}],
+            ["weather_get_weather", {"city": "Oslo"}],
+        ]
+        assert found["answer"] == KNOWN
+        assert {*found["full"]} == {"whole", "streamed"}, (api, found["full"])

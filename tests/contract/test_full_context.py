@@ -22,7 +22,9 @@ PATHS = {
 OPENAI = [path for path in PATHS if path != "messages"]
 WORDS = (
     r"This model's maximum context length is 64 tokens\. However, you requested (\d+) tokens "
-    r"\((\d+) in the messages, (\d+) in the completion\)\."
+    r"\((\d+) in the messages, (\d+) in the completion\)\. "
+    r"Please reduce the length of the messages or completion\.(?: The prompt has \d+ bytes.*\.)? "
+    r"\(context_length_exceeded\)$"
 )
 
 

@@ -138,7 +138,12 @@ def _words(error: Any) -> str:
 def body(error: ApiError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 499 else "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": said(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def said(error: ApiError) -> str:
+    """The error's message. That of a full context ends with its code: clients exist that look for it there alone."""
+    return f"{error.message} ({CONTEXT_CODE})" if error.code == CONTEXT_CODE else error.message
 
 
 def _param(field: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.api.openai_errors import CONTEXT_CODE, ApiError
+from baton.api.openai_errors import CONTEXT_CODE, ApiError, said
 from baton.api.openai_fields import DroppedTool, Json
 from baton.api.responses_protocol import ResponsesRequest
 from baton.api.responses_tools import CustomTool, FunctionTool, Namespace, function_item
@@ -131,7 +131,7 @@ class ResponseAnswer(TypedAnswer):
         code = _CODES.get(error.status, "server_error")
         if error.code == CONTEXT_CODE:
             code = CONTEXT_CODE
-        self._response["error"] = {"code": code, "message": error.message}
+        self._response["error"] = {"code": code, "message": said(error)}
         events = self._close("incomplete")
         self._keep(self._response, None)
         return [*events, self._of_response("response.failed")]
