@@ -1,4 +1,4 @@
-"""LangChain's clients in a loop of tools: the first call is forced, then the model chooses; then a full context.
+"""LangChain's clients in a loop of tools, whose first call is forced; then a full context.
 
 Arguments: the server's URL and a question. Prints a line of JSON for each client.
 """
@@ -34,19 +34,21 @@ TOOLS = [bash, weather_get_weather]
 def drive(chat: Any, question: str) -> dict[str, Any]:
     messages: list[Any] = [HumanMessage(question)]
     calls: list[Any] = []
-    while not calls or messages[-1].type == "tool":
-        bound = chat.bind_tools(TOOLS, **({} if calls else {"tool_choice": "bash"}))
-        messages.append(bound.invoke(messages))
-        for call in messages[-1].tool_calls:
+    for turn in range(4):
+        bound = chat.bind_tools(TOOLS, **({} if turn else {"tool_choice": "bash"}))
+        messages.append(answer := bound.invoke(messages))
+        for call in answer.tool_calls:
             calls.append([call["name"], call["args"]])
             messages.append(next(each for each in TOOLS if each.name == call["name"]).invoke(call))
+        if not answer.tool_calls:
+            break
     full = {}
     for kind, ask in ("whole", chat.invoke), ("streamed", lambda text: list(chat.stream(text))):
         try:
             ask("word " * 100_000)
         except ContextOverflowError as error:
             full[kind] = type(error).__name__
-    return {"calls": calls, "answer": messages[-1].text, "full": full}
+    return {"calls": calls, "answer": answer.text, "full": full}
 
 
 def main() -> None:

@@ -28,10 +28,11 @@ from ports import free_port
 ROOT = Path(__file__).parents[2]
 AGENTS = ROOT / ".venv" / "agents"
 SECONDS = 400
-CONTEXT = 32768
-"""Tokens: more than any program's own instructions and tools are here, with little room left."""
-PARTS = 13
-"""Files that fill it: 10 kB each, about 2,600 tokens."""
+CONTEXT = 40960
+"""Tokens: room for any program's own instructions and tools, and for the files that Claude Code repeats
+after a summary."""
+PARTS = 16
+"""Files that fill it: 10 kB each, about 3,100 tokens."""
 QUESTION = "Which word is in note.txt, and how is the weather in Oslo?"
 LONG = QUESTION + " Then read all parts."
 KNOWN = "The word is quartz, and it is sunny in Oslo."
@@ -61,7 +62,10 @@ RULES = [
     Rule("not names and 'commit message' in seen.text", "chore: another word"),
     Rule("'Change the word' in seen.asked", "note.txt\n```\nthe word is granite\n```\n"),
     Rule(
-        "'CONTEXT CHECKPOINT' in seen.asked or 'etailed summary' in seen.asked or 'nchored summary' in seen.asked",
+        " or ".join(
+            f"'{words}' in seen.asked"
+            for words in ("CONTEXT CHECKPOINT", "etailed summary", "nchored summary")
+        ),
         "<summary>\nSUMMARY-7: the word and the weather are known.\n</summary>",
     ),
     Rule("'cat part-2' in seen.text and 'quartz' not in seen.told", SHORTENED),
@@ -120,7 +124,7 @@ class Place(NamedTuple):
     url: str
 
     def run(self, *command: str, given: str = "", code: int = 0, **environment: str) -> str:
-        """What it printed. command: a program of .venv/agents, its arguments. code: with which it must exit."""
+        """What it printed. command: a program of .venv/agents, its arguments. code: its exit status."""
         path = os.pathsep.join(
             str(each) for each in (AGENTS / "node_modules" / ".bin", AGENTS / "aider" / "bin")
         )
@@ -199,7 +203,7 @@ default_tools_approval_mode = "approve"
 
 
 def test_claude_code(place: Place):
-    """It finds the MCP tool by its tool search, and summarizes after an error that says that the context is full."""
+    """It finds the MCP tool by its tool search, and summarizes after the error of a full context."""
     server = {"command": place.weather[0], "args": place.weather[1:]}
     (place.work / "mcp.json").write_text(json.dumps({"mcpServers": {"weather": server}}))
     printed = place.run(
@@ -215,8 +219,8 @@ def test_claude_code(place: Place):
 
 
 def test_opencode(place: Place):
-    """Its configuration names no limit: it asks for more output than the context holds, and gets less. It summarizes
-    after an error that says that the context is full, goes on, and exits with 1 because of that error."""
+    """Its configuration names no limit: it asks for more output than the context holds, and gets less. It
+    summarizes after the error of a full context, goes on, and exits with 1 because of that error."""
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Baton",
@@ -277,7 +281,7 @@ def test_aider(place: Place):
 
 
 def test_langchain(place: Place):
-    """Its clients of three APIs: a forced call, a chosen one, and errors of a full context that are its own."""
+    """Its clients of three APIs: a forced call, a chosen one, and its own error of a full context."""
     python = str(AGENTS / "langchain" / "bin" / "python")
     program = ROOT / "tests" / "clients" / "langchain_tools.py"
     for made in objects(place.run(python, str(program), place.url, QUESTION)):

@@ -142,7 +142,7 @@ def body(error: ApiError) -> dict[str, Any]:
 
 
 def said(error: ApiError) -> str:
-    """The error's message. That of a full context ends with its code: clients exist that look for it there alone."""
+    """The error's message. That of a full context ends with its code: LangChain looks for it there alone."""
     return f"{error.message} ({CONTEXT_CODE})" if error.code == CONTEXT_CODE else error.message
 
 
