@@ -13,7 +13,7 @@ from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.launched_step import LaunchedStep, PendingSampling
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow
-from baton.engine.sampler import Samples
+from baton.engine.sampler import KernelSamples
 from baton.engine.step_sampling import StepSampling
 
 CPU = torch.device("cpu")
@@ -48,11 +48,14 @@ class GrammarSampler:
         self.error: Exception | None = None
         self.grammars = SimpleNamespace(ready=lambda slots, rows: not self.unread.intersection(slots))
 
-    def sample(self, logits: Any, slots: Any, positions: Any, last: Any, masks: Any) -> Samples:
+    def masks(self, slots: list[int], rows: list[int]) -> Any:
+        return SimpleNamespace(rows=[], errors={}, launched=lambda: None, sampled=lambda tokens: list(tokens))
+
+    def sample(self, logits: Any, slots: Any, positions: Any, last: Any, masks: Any) -> KernelSamples:
         if self.error is not None:
             raise self.error
         self.sampled.append(slots.tolist())
-        return Samples.of(result(*slots.tolist()))
+        return KernelSamples(result(*slots.tolist()))
 
 
 def launched(number: int, slot: int = 0, **state: Any) -> LaunchedStep:
@@ -61,7 +64,7 @@ def launched(number: int, slot: int = 0, **state: Any) -> LaunchedStep:
 
 
 def pending(slot: int) -> PendingSampling:
-    return PendingSampling(torch.zeros(1, 4), np.array([slot]), np.array([6]), [])
+    return PendingSampling(torch.zeros(1, 4), np.array([slot]), np.array([6]), [0])
 
 
 def made(sampler: GrammarSampler) -> StepSampling:

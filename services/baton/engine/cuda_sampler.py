@@ -16,7 +16,7 @@ import torch
 
 from baton.engine.grammar_masks import GrammarMasks, Masks
 from baton.engine.plan import SlotInit
-from baton.engine.sampler import Samples, SlotIds, forbidden_ends, token_logprobs
+from baton.engine.sampler import KernelSamples, SlotIds, forbidden_ends, token_logprobs
 from baton.engine.sampler_ops import row_keys
 from baton.engine.sampler_state import SlotStates
 from baton.layers.async_copy import Upload, to_device
@@ -95,7 +95,7 @@ class CudaSampler:
         keys: torch.Tensor,
         last_token: torch.Tensor,
         masks: Masks | None = None,
-    ) -> Samples:
+    ) -> KernelSamples:
         """`sample` of slots (int32 [slots]) whose sampling depends on what `simple` gave and on masks alone.
         All of it is on the device."""
         from baton.layers.kernels.sampling import sample
@@ -105,7 +105,7 @@ class CudaSampler:
         if masks is not None:
             allowed = masks.on(self._device), to_device(masks.places(len(slots)), self._device)
         sample(logits, temperatures, keys, slots, last_token, result, masks=allowed)
-        return Samples.of(result)
+        return KernelSamples(result)
 
     def sample(
         self,
@@ -114,7 +114,7 @@ class CudaSampler:
         positions: Ints,
         last_token: torch.Tensor,
         masks: Masks | None = None,
-    ) -> Samples:
+    ) -> KernelSamples:
         """Chooses a token for each slot, into `last_token` (int32) at the slot; none occurs twice.
 
         logits: [slots, vocab], unmodified; positions [slots]: that of the token being sampled; masks: of the
@@ -201,14 +201,14 @@ class CudaSampler:
         states.output_length[slots] += 1
         return self._report(logits, slots, result)
 
-    def _report(self, logits: torch.Tensor, slots: SlotIds, result: torch.Tensor) -> Samples:
-        samples = Samples.of(result)
+    def _report(self, logits: torch.Tensor, slots: SlotIds, result: torch.Tensor) -> KernelSamples:
+        samples = KernelSamples(result)
         wanted = (self._states.logprobs[slots] >= 0).nonzero()[0]
         if wanted.size:
             rows = to_device(wanted, self._device)
             samples.wanted = tuple(self._states.logprobs[slots[wanted]].tolist())
             samples.logprob_rows = wanted.tolist()
             samples.logprobs = token_logprobs(
-                logits.index_select(0, rows).float(), samples.tokens[rows].long(), max(samples.wanted)
+                logits.index_select(0, rows).float(), result[:, 0][rows].long(), max(samples.wanted)
             )
         return samples

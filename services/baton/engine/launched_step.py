@@ -11,7 +11,7 @@ import torch
 
 from baton.engine.grammar_masks import Masks
 from baton.engine.plan import PlanRow
-from baton.engine.sampler import Samples, TokenLogprobs
+from baton.engine.sampler import KernelSamples, Samples, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class LaunchedStep:
     rows: tuple[PlanRow, ...]
     done: torch.cuda.Event | None = None
     """That the step has been computed, with its sampling; None on a CPU, where it has."""
-    samples: Samples | None = None
+    samples: Samples | KernelSamples | None = None
     """Of all sampling rows' slots, in the order of the plan or, with `places`, of the batch."""
     places: list[int] | None = None
     """For a decode step whose rows were computed in another order: each row's index in it."""

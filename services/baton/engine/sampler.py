@@ -88,7 +88,7 @@ class Samples:
     """Results of the sampled slots, in their order, on the device."""
 
     tokens: torch.Tensor
-    """int [slots]"""
+    """int64 [slots]"""
     peaks: torch.Tensor
     """float32 [slots]: the largest logit; not finite where the logits were garbage."""
     logprob_rows: list[int] = field(default_factory=list)
@@ -97,24 +97,42 @@ class Samples:
     wanted: tuple[int, ...] = ()
     errors: dict[int, str] = field(default_factory=dict)
     """Slots whose grammar could not be followed, and why; their tokens mean nothing."""
-    result: torch.Tensor | None = None
-    """int32 [slots, 2], of which tokens and peaks are views: the token, and the bits of the largest logit."""
 
-    @classmethod
-    def none(cls) -> Samples:
-        return cls(torch.empty(0, dtype=torch.int32), torch.empty(0))
+    def read(self) -> tuple[list[int], list[bool]]:
+        """Tokens, and whether their logits were finite."""
+        return self.tokens.tolist(), self.peaks.isfinite().tolist()
 
-    @classmethod
-    def of(cls, result: torch.Tensor) -> Samples:
-        return cls(result[:, 0], result[:, 1].view(torch.float32), result=result)
 
-    def to_host(self) -> Samples:
-        """What kernels have sampled, in pinned memory, valid once all that is enqueued now has run."""
-        assert self.result is not None
-        logprobs = self.logprobs.to_host() if self.logprobs is not None else None
-        there = Samples.of(to_host(self.result))
-        there.logprob_rows, there.logprobs, there.wanted = self.logprob_rows, logprobs, self.wanted
-        return there
+@dataclass(slots=True)
+class KernelSamples:
+    """The same, by kernels; read once a step by a host that the next one waits for."""
+
+    result: torch.Tensor
+    """int32 [slots, 2]: the token, and the bits of the largest logit."""
+    logprob_rows: Sequence[int] = ()
+    logprobs: TokenLogprobs | None = None
+    wanted: tuple[int, ...] = ()
+    errors: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self.result[:, 0]
+
+    @property
+    def peaks(self) -> torch.Tensor:
+        return self.result[:, 1].view(torch.float32)
+
+    def to_host(self) -> KernelSamples:
+        """In pinned memory, valid once all that is enqueued now has run."""
+        self.result = to_host(self.result)
+        if self.logprobs is not None:
+            self.logprobs = self.logprobs.to_host()
+        return self
+
+    def read(self) -> tuple[list[int], list[bool]]:
+        """As `Samples.read`, once they are on the host."""
+        result = self.result.numpy()
+        return result[:, 0].tolist(), np.isfinite(result[:, 1].view(np.float32)).tolist()
 
 
 class Sampler:

@@ -13,7 +13,7 @@ from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.grammar_masks import Masks
 from baton.engine.launched_step import LaunchedStep, PendingSampling
 from baton.engine.plan import Logprobs, Pooling, RowResult
-from baton.engine.sampler import BAD_LOGITS, Sampler, Samples, row_results
+from baton.engine.sampler import BAD_LOGITS, KernelSamples, Sampler, row_results
 from baton.engine.step_graphs import DecodeGraphs
 from baton.layers.async_copy import to_device
 from baton.layers.tensor_parallel import Communicator
@@ -37,10 +37,11 @@ class StepSampling:
     def sample(self, launched: LaunchedStep, pending: PendingSampling) -> None:
         """Enqueues the sampling, or leaves it to `read` of the step before."""
         sampler = self._sampler
-        if sampler is None or sampler.grammars.ready(pending.slots.tolist(), pending.masked):
-            self._sample(launched, pending)
-        else:
+        masked = pending.masked
+        if sampler is not None and masked and not sampler.grammars.ready(pending.slots.tolist(), masked):
             launched.late = pending
+        else:
+            self._sample(launched, pending)
 
     def launched(self, launched: LaunchedStep) -> None:
         """All of the step is enqueued but, perhaps, its sampling."""
@@ -61,20 +62,18 @@ class StepSampling:
         if launched.done is not None:
             launched.done.synchronize()
         samples = launched.samples
-        tokens: list[int] = [] if samples is None else samples.tokens.tolist()
+        tokens, finite = samples.read() if samples is not None else ([], [])
         if self._communicator is not None:
             self._communicator.check()
         if launched.masks is not None:
             launched.masks.sampled(tokens[row] for row in launched.masks.rows)
         if late is not None:
             self._sample_late(late)
-        if samples is None:
-            samples = Samples.none()
-        finite: list[bool] = samples.peaks.isfinite().tolist()
         logprobs: dict[int, Logprobs] = {}
-        if samples.logprobs is not None:
+        if samples is not None and samples.logprobs is not None:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
-        rows = row_results(launched.rows, tokens, finite, logprobs, launched.prompts, samples.errors)
+        errors = samples.errors if samples is not None else {}
+        rows = row_results(launched.rows, tokens, finite, logprobs, launched.prompts, errors)
         if launched.places is not None:
             rows = itemgetter(*launched.places)(rows)
         _add_pooled(rows, launched.pooled)
@@ -110,11 +109,11 @@ class StepSampling:
             # All ranks have rank 0's last tokens. They differ only in what it has just sampled.
             self._communicator.broadcast(self._last_token)
 
-    def _choose(self, sampler: CudaSampler, pending: PendingSampling, masks: Masks | None) -> Samples:
+    def _choose(self, sampler: CudaSampler, pending: PendingSampling, masks: Masks | None) -> KernelSamples:
         """By kernels, into the slots' last tokens too."""
         if pending.graph:
             assert self.graphs is not None
-            return Samples.of(self.graphs.choose(pending.graph, masks.host if masks is not None else None))
+            return KernelSamples(self.graphs.choose(pending.graph, masks.host if masks is not None else None))
         if pending.simple is not None:
             return sampler.sample_simple(pending.logits, *pending.simple, self._last_token, masks)
         return sampler.sample(pending.logits, pending.slots, pending.positions, self._last_token, masks)
