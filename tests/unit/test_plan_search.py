@@ -134,7 +134,7 @@ layout         TTFT p50  p99, ms  ITL p50  p99, ms  TPOT, ms  tok/s out  goodput
 1 + 1              74.5    177.4     10.9     49.1      12.2        291     8.84   58.3%  54% + 96%  4% + 13%
 1 + 1, always     107.6    235.9     10.7     11.3      10.8        291    15.15  100.0%  71% + 94%  5% + 11%
 3 aggregated       58.0    117.4     10.5     56.3      12.1        291     7.07   46.7%        80%        5%
-4 aggregated       54.7    101.6     10.4     46.5      11.2        291     9.85   65.0%        72%        3%
+4 aggregated       54.7     87.5     10.4     47.6      11.3        291     9.34   61.7%        72%        3%
 Take 1 prefill and 1 decode node with --split always: \
 15.15 requests a second meet the targets, 100.0% of all. Aggregated, 4 nodes do not meet the targets.
 """

@@ -137,7 +137,7 @@ def _(expire: Wrong, pulls: Pulls[Fetch], now: float) -> list[Pull[Fetch]]:
     return [pull for number in late if (pull := pulls.end(number)) is not None]
 
 
-@bug("unconfirmed", "nothing is confirmed after the copy", 800, Fetches, "pull_ended", seed=318)
+@bug("unconfirmed", "nothing is confirmed after the copy", 1600, Fetches, "pull_ended", seed=1192)
 def _(
     ended: Wrong, fetches: Fetches[Fetch], number: int, error: str | None, generations: Any, now: float
 ) -> None:
@@ -191,10 +191,10 @@ def _(stop: Wrong, fetches: Fetches[Fetch], pull: int, address: str) -> None:
 @bug(
     "stale-reference",
     "a reused page keeps its generation (vLLM #52234, 4)",
-    800,
+    1600,
     PageAllocator,
     "take",
-    seed=318,
+    seed=1192,
 )
 def _(take: Wrong, allocator: PageAllocator, count: int) -> list[int]:
     pages: list[int] = take(allocator, count)
