@@ -119,10 +119,10 @@ def _(forget: Wrong, fetches: Fetches[Fetch], fetch: Fetch) -> None:
 @bug(
     "late-generation",
     "the expected generation is read when the copy starts",
-    800,
+    2600,
     SimPull,
     "_begin",
-    seed=657,
+    seed=2145,
 )
 def _(begin: Wrong, pull: SimPull) -> None:
     for known in pull._node.core.fetches.pulls.running.values():
