@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from baton.gateway.decode_client import DecodeClient
 from baton.gateway.request import GatewayRequest
 from baton.gateway.resume import ResumeAttempts
 from baton.rpc.errors import BatonError
@@ -19,12 +20,18 @@ Delivered = tuple[tuple[int, ...] | None, ...]
     "late-tokens",
     "tokens of an attempt that has been given up are accepted",
     100,
-    ResumeAttempts,
-    "current",
-    seed=57,
+    DecodeClient,
+    "lose",
+    seed=29,
 )
-def _(current: Wrong, attempts: ResumeAttempts, address: str, attempt: int) -> bool:
-    return True
+def _(lose: Wrong, client: DecodeClient, error: BatonError) -> None:
+    """Two checks keep them out: the link that forgets whom they were for, and the attempt's number."""
+    given_up = dict(client._sinks)
+    lose(client, error)
+    for request, sink in given_up.items():
+        if sink.attempts is not None:
+            client._sinks.setdefault(request, sink)
+            sink.attempts.current = lambda address, attempt: True  # type: ignore[method-assign]
 
 
 @bug("sampled-again", "a resume samples the last delivered position again", 50, ResumeAttempts, "delivered")
