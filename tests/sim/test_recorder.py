@@ -10,6 +10,7 @@ from baton.sim.cluster import SimCluster
 from baton.sim.process import Worker
 from baton.sim.scenario import make_scenario
 from baton.tracing.recorder import Event, EventKind
+from baton.worker.prefill.core import PrefillCore
 
 SEEDS = range(12)
 
@@ -18,7 +19,7 @@ def stories(worker: Worker) -> list[list[Event]]:
     """Events of each attempt, at a prefill node of each try. There a name may come again after it has ended,
     from a caller that uses another's."""
     found: dict[tuple[int, ...], list[Event]] = {}
-    prefill = hasattr(worker, "side")
+    prefill = isinstance(worker.core, PrefillCore)
     for event in worker.recorder.all():
         name = (event.gateway, event.request, event.attempt, event.decode_try if prefill else 0)
         found.setdefault(name, []).append(event)

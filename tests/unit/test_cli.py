@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 import trustme
 
 from baton.cli.bench_options import Report
@@ -39,7 +41,7 @@ def baton(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Baton:
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Baton]:
     """`baton`, in this process: a start of Python takes half a second of a processor, with torch four."""
 
     def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +51,12 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             main(list(arguments))
         return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), *capsys.readouterr())
 
-    return run
+    root, configured = logging.getLogger(), structlog.get_config()
+    handlers, level = root.handlers[:], root.level
+    yield run
+    structlog.configure(**configured)
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.mark.parametrize(
