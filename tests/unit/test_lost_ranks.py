@@ -161,7 +161,7 @@ def test_ranks_that_are_lost_while_steps_are_measured_are_named(monkeypatch):
     monkeypatch.setattr("baton.worker.engine.measure_step_cost", lost)
     monkeypatch.setattr("baton.worker.engine.step_limits", lambda engine: None)
     with pytest.raises(BatonError, match="another rank is lost"):
-        measure_steps(SimpleNamespace(runner=None, device=torch.device("cpu")))
+        measure_steps(SimpleNamespace(runner=None, device=torch.device("cpu"), config=DecodeConfig()))
 
 
 async def test_a_node_that_cannot_start_leaves_no_ranks(monkeypatch):

@@ -192,7 +192,8 @@ def _is_tied(hf: Any, path: Path) -> bool:
 def _embeds_only(hf: Any, path: Path) -> bool:
     """Whether the checkpoint is one for embeddings alone, by what it has beside its lack of a head: a model
     whose head was left out by mistake is one that lacks a tensor."""
-    body = any(name.endswith("Model") for name in getattr(hf, "architectures", None) or [])
+    names = getattr(hf, "architectures", None) or []
+    body = any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
     if not body and not (path / MODULES).is_file():
         return False
     return not any(name.endswith("lm_head.weight") for name in _tensor_names(path))
