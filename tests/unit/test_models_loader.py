@@ -414,7 +414,8 @@ def test_dummy_weights_are_always_the_same_and_need_no_files(checkpoint):
 
 def test_every_family_has_a_variant():
     names = AutoModelForCausalLM._model_mapping
-    assert {names[make].__name__ for make, _ in VARIANTS.values()} == set(FAMILIES)
+    families = set(FAMILIES) - {"TwoHeadSizesForCausalLM"}  # only tests have it
+    assert {names[make].__name__ for make, _ in VARIANTS.values()} == families
 
 
 def test_layers_that_predict_further_tokens_are_ignored_where_the_family_has_them(tmp_path):

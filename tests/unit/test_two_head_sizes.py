@@ -11,15 +11,13 @@ from random_checkpoints import Driver, random_prompts
 from baton.kvcache.kv_groups import divide_layers
 from baton.kvcache.kv_pool import PoolLayout
 from baton.layers.cache_spec import Full, Latent, SlidingWindow
-from baton.models.registry import FAMILIES
 from two_head_sizes import NARROW, WIDE, WINDOW, DenseReference, register, save
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     register()
-    yield save(tmp_path_factory.mktemp("two_head_sizes"))
-    del FAMILIES["TwoHeadSizesForCausalLM"]
+    return save(tmp_path_factory.mktemp("two_head_sizes"))
 
 
 def test_logits_are_those_of_dense_attention_in_chunks_and_with_a_cached_prefix(path):
