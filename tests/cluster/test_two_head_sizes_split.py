@@ -63,11 +63,15 @@ def expected(pair):
 @pytest.mark.parametrize("cached", [False, True])
 async def test_tokens_are_those_of_dense_attention(pair, expected, cached):
     requests = [greedy(prompt, OUTPUT, namespace="own") for prompt, _ in expected]
-    for (prompt, tokens), found in zip(expected, await ask(pair.gateway.address, requests), strict=True):
+    if cached:
+        await ask(pair.gateway.address, requests)
+    results = await ask(pair.gateway.address, requests)
+    for (prompt, tokens), found in zip(expected, results, strict=True):
         assert found.token_ids == tokens, len(prompt)
-        assert found.stats.prefill_address == pair.prefill.address
         if cached and len(prompt) > 32:
             assert found.usage.cached_tokens
+    # What is retracted or cached may lack so little that the decode node computes it by itself.
+    assert any(found.stats.prefill_address == pair.prefill.address for found in results)
     assert sum(node.load().retractions for node in pair.of("decode"))
 
 
