@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 AGENTS = ROOT / ".venv" / "agents"
 SECONDS = 400
 CONTEXT = 40960
-"""Tokens: room for any program's own instructions and tools, and for the files that Claude Code repeats
+"""Tokens: room for any program's own instructions and tools, and for what Claude Code adds
 after a summary."""
 PARTS = 16
 """Files that fill it: 10 kB each, about 3,100 tokens."""
