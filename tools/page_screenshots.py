@@ -36,7 +36,7 @@ REQUESTS_PER_SECOND = 4.0
 
 async def load(address: str, rate: float) -> None:
     """Prompts of all lengths, some of them handed off whatever they cost, until it is cancelled."""
-    text = (ROOT / "docs/design.md").read_text()
+    text = (ROOT / "docs/protocol.md").read_text()
     rng = random.Random(7)
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
         while True:

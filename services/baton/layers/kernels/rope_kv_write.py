@@ -24,7 +24,8 @@ def limited(x, most, value):
 @triton.jit
 def mark(damage, slot, x, mask):
     """Makes `damage` NaN at the slot if one of x, float32, is infinite or no number. By its bits: where x is
-    a product, x - x may be contracted to what rounding took from it."""
+    a product, x - x may be contracted to what rounding took from it. Attention alone would not tell: where
+    FlashAttention 3 splits a row's keys, it leaves out parts without numbers."""
     exponent: tl.constexpr = 0x7F800000
     at = damage + slot + tl.zeros_like(x).to(tl.int32)
     damaged = (x.to(tl.int32, bitcast=True) & exponent) == exponent
