@@ -1,4 +1,4 @@
-"""Which architectures of the installed transformers Baton serves, by whose code: a table in docs/models.md.
+"""Which architectures of the installed transformers Baton serves, by whose code: lists in docs/models.md.
 
     python tools/model_table.py --write docs/models.md
     python tools/model_table.py --only llama,qwen3_vl
@@ -22,9 +22,10 @@ import re
 import resource
 import sys
 import tempfile
+import textwrap
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -52,6 +53,24 @@ BEGIN, END = "<!-- made by tools/model_table.py -->\n", "<!-- end -->\n"
 OWN, THEIRS = "Baton's own code", "transformers' code"
 REFUSED, UNCOMPARED, FAULT = "refused", "not compared", "FAULT"
 
+KINDS = tuple(
+    (re.compile(pattern), general)
+    for pattern, general in (
+        ("no small model could be made", "doctor accepts it, no small model could be made"),
+        ("its attention is not causal", "its attention is not causal, or has a mask of its own"),
+        ("does not run with paged attention", "does not run with paged attention"),
+        ("transformers cannot make the model", "transformers cannot make a model of its defaults"),
+        (
+            "no default configuration|Config' object has no|instances of 'int' and 'NoneType'",
+            "no default configuration that can be used",
+        ),
+        ("layers attend|attends more than once|attend outside", "its layers attend otherwise than once each"),
+        ("that its attention function is not told of", "its attention is not told of its layers' kinds"),
+        ("heads of different", "layers with heads of different sizes"),
+        ("holds unexpected tensor", "its checkpoint holds unexpected tensors"),
+    )
+)
+"""Reasons that differ from one architecture to the next, and what they have in common."""
 _WIDTH = re.compile(
     r"hidden_size.*|.*intermediate_size.*|(.*_)?(dim|rank|width)|d_(model|ff|kv|inner)|.*ffn_.*dim.*|n_embd|n_inner"
     r"|(.*_)?hidden_size|mrope_section"
@@ -293,11 +312,24 @@ def short(why: str) -> str:
     return why.split(" is not supported: ")[-1].split(" cannot be used: ")[-1].split("ForCausalLM: ")[-1]
 
 
+def grouped(answered: Iterable[tuple[str, Verdict]]) -> Iterator[str]:
+    """Lines of a list: the architectures of each verdict together, those that are served first."""
+    groups: dict[str, dict[str, None]] = {OWN: {}, THEIRS: {}}
+    for architecture, found in answered:
+        why = short(found.why)
+        why = next((general for kind, general in KINDS if kind.search(why)), why)
+        groups.setdefault(f"{found.by}: {why}" if why else found.by, {})[architecture] = None
+    for words, names in groups.items():
+        if names:
+            line = f"- **{words}**: " + ", ".join(f"`{name}`" for name in names)
+            yield from textwrap.wrap(line, 140, subsequent_indent="  ", break_long_words=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", type=Path, help="a page with the table between two marks")
+    parser.add_argument("--write", type=Path, help="a page with the lists between two marks")
     parser.add_argument("--only", default="", help="these model types, with commas between them")
     parser.add_argument("--jobs", type=int, default=1, help="architectures that are asked at a time")
     options = parser.parse_args()
@@ -311,13 +343,13 @@ def main() -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     only = set(filter(None, options.only.split(",")))
     asked = [each for each in architectures() if not only or each[0] in only]
-    table, faults = ["| architecture | served by |", "| --- | --- |"], []
+    answered: list[tuple[str, Verdict]] = []
+    faults = []
     with ThreadPoolExecutor(options.jobs) as threads:
         answers = threads.map(lambda each: ask(*each), asked)
         for (kind, architecture), found in zip(asked, answers, strict=True):
-            words = f"{found.by}: {short(found.why)}" if found.why else found.by
-            table.append(f"| `{architecture}` (`{kind}`) | {words} |")
-            print(table[-1], flush=True)
+            answered.append((architecture, found))
+            print(f"{architecture} ({kind}): {found.by}: {short(found.why)}".removesuffix(": "), flush=True)
             if found.by == FAULT:
                 faults.append(kind)
     if options.write:
@@ -325,7 +357,7 @@ def main() -> None:
         before, _, rest = text.partition(BEGIN)
         version = f"transformers {transformers.__version__}:\n\n"
         options.write.write_text(
-            before + BEGIN + version + "\n".join(table) + "\n" + END + rest.partition(END)[2]
+            before + BEGIN + version + "\n".join(grouped(answered)) + "\n" + END + rest.partition(END)[2]
         )
     if faults:
         sys.exit(f"{len(faults)} faults: {', '.join(faults)}")
