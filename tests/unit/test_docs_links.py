@@ -1,7 +1,9 @@
-"""Links of the documentation lead somewhere: files are there, and the headings that they name."""
+"""Links of the documentation lead somewhere: files are there, and the headings that they name. So are the
+files that it names without a link."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+FOLDERS = ("services", "tests", "benchmarks", "examples", "tools", "docker")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)", re.DOTALL)
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 
@@ -41,6 +44,26 @@ def broken(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     assert not list(broken(page))
+
+
+PACKAGES = sorted(ROOT.glob("services/baton/**/__init__.py"))
+FILES = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")}
+
+
+def missing_files(text: str) -> list[str]:
+    """Python files that a text names in backticks, by a path's end, and that are not there."""
+    names = re.findall(r"`([\w./-]+\.py)`", text)
+    return [name for name in names if not any(f"/{path}".endswith(f"/{name}") for path in FILES)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    assert not missing_files(prose(page))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.parent.name)
+def test_files_that_a_package_names_are_there(package):
+    assert not missing_files(ast.get_docstring(ast.parse(package.read_text())) or "")
 
 
 def test_every_page_can_be_found_from_the_readme():

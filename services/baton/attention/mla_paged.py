@@ -1,6 +1,6 @@
 """Latent attention on GPUs: kernels over latent pages, in the absorbed form.
 
-`attend` takes absorbed queries and gives weighted latents (`layers.latent_attention`); `forward` does the
+`attend` takes absorbed queries and gives weighted latents (`layers.mla`); `forward` does the
 whole.
 """
 

@@ -1,7 +1,7 @@
 """The scheduler: chooses the tokens that the next step computes, and applies its results.
 
 Pure: no clock, no I/O, no device. The caller alternates `plan`, launching, reading and `commit`; with overlap
-it plans and launches step N+1 before it commits step N. Page ownership goes through KvCache alone.
+it plans and launches step N+1 before it commits step N. Page ownership goes through KvCacheManager alone.
 """
 
 from __future__ import annotations

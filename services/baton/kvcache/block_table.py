@@ -9,7 +9,7 @@ from baton.kvcache.tree_node import TreeNode
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """What one sequence holds. Made by `KvCache.hold`, given up by `KvCache.release`.
+    """What one sequence holds. Made by `KvCacheManager.hold`, given up by its `release`.
 
     Each page of a page table is one of
       matched  among the first `shared` pages: the tree's, locked by this holding;
@@ -20,8 +20,8 @@ class BlockTable:
     """
 
     tables: list[list[int]]
-    """The page table of each group: page ids in the order of the tokens, equally many. Changed by KvCache
-    only."""
+    """The page table of each group: page ids in the order of the tokens, equally many. Changed by
+    KvCacheManager only."""
     namespace: str
     node: TreeNode
     """Where the tree's part of the page tables ends; locked."""

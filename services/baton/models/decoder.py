@@ -26,7 +26,7 @@ from baton.models.device_mixture import kernels_know
 
 
 class LanguageModel(Protocol):
-    """What a runner needs of a model: a `Decoder`, or one of `transformers_backed`."""
+    """What a runner needs of a model: a `Decoder`, or one of `transformers_backend`."""
 
     config: ModelConfig
     device: torch.device

@@ -1,6 +1,6 @@
 """Triton: the products of a mixture's experts, for any number of tokens.
 
-A tile has rows of one expert only (`routing.sort`), so that each weight is read for its own tokens alone.
+A tile has rows of one expert only (`moe_align.sort`), so that each weight is read for its own tokens alone.
 With few rows a tile the products are computed transposed: the tensor cores' tall operand is then the weights,
 which stream through shared memory once. Needs a Hopper GPU (its tensor memory access): import it where one is
 in use.

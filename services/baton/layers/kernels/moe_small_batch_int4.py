@@ -1,7 +1,7 @@
 """Triton: experts of 4 bits for one to a few tokens, whose activations stay in 16 bits.
 
-The style of `quantized_gemv`: a thread reads pieces of 8 bytes, which are 16 columns of a row. `few_experts`
-calls it. Needs a GPU: import it where one is in use.
+The style of `quantized_gemv`: a thread reads pieces of 8 bytes, which are 16 columns of a row.
+`moe_small_batch` calls it. Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def down(
     block: BlockSizes | None = None,
     pdl: bool = True,
 ) -> None:
-    """As `few_experts.down`."""
+    """As `moe_small_batch.down`."""
     rows, pieces, warps, stages = block or DOWN
     _, matrix = experts.matrices()
     _down[(triton.cdiv(experts.hidden, rows), len(chosen))](

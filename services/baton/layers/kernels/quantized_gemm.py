@@ -1,7 +1,7 @@
 """Triton: projections by a matrix of 8 or 4 bits whose activations stay in 16, fused as those of `gemm` are.
 
 Codes become the activations' dtype on their way to the tensor cores, whose tall operand they are. Scales of
-rows multiply sums, those of blocks the sums of a block; 4 bits have a kernel of their own (`four_bit_gemm`).
+rows multiply sums, those of blocks the sums of a block; 4 bits have a kernel of their own (`int4_gemm`).
 Needs a GPU: import it where one is in use.
 """
 
