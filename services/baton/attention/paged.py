@@ -78,7 +78,8 @@ class PagedAttention(ABC):
         keys = self._written(rows) + layer * 2 * self._layout.page_size
         vectors, dim = self._pool.vectors, self._layout.head_dim
         scales = self._options[layer].kv_scales
-        damage, v = (v - v).sum((1, 2)), v.nan_to_num()  # as `kernels.rope_kv_write` does
+        # As `kernels.rope_kv_write`, which marks the slot: here the token alone gets the mark.
+        damage, v = (v - v).sum((1, 2)), v.nan_to_num()
         if scales is not None:
             k, v, vectors = quantize(k, scales[0]), quantize(v, scales[1]), vectors.view(torch.uint8)
         vectors.index_copy_(0, keys, k.reshape(-1, dim))

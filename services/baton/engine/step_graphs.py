@@ -62,7 +62,8 @@ In = TypeVar("In")
 
 
 def capture(work: Callable[[In], None], inputs: In, pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
-    """Captures the work's launches as a graph; runs the work once before."""
+    """Captures the work's launches as a graph; runs the work once before, so all ranks of a worker capture at
+    the same time."""
     # A first run outside the capture: libraries allocate and kernels compile at first use, which a capture
     # does not allow.
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

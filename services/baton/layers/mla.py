@@ -60,7 +60,8 @@ class MlaProjections:
 
     def cheaper_absorbed(self, tokens: int, keys: int, query_dim: int) -> bool:
         """Whether the absorbed form takes fewer multiplications: where few tokens attend to many keys, which
-        the plain form would all project. `query_dim`: plain + rotated."""
+        the plain form would all project (DeepSeek's sizes: fewer than about 170). `query_dim`: plain +
+        rotated."""
         projected = self.rank * (self.keys.shape[1] + self.value_dim)
         latent = 2 * self.rank + query_dim - self.keys.shape[1]
         plain = keys * projected + tokens * keys * (query_dim + self.value_dim)

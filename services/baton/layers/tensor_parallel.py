@@ -2,7 +2,8 @@
 holds, and what ranks tell each other.
 
 Projections into heads and into a feed-forward layer's inner values are cut by outputs, those out of them by
-inputs; the partial products are summed over all ranks. Embedding and head are cut by the vocabulary.
+inputs; the partial products are summed over all ranks: two sums a layer. Embedding and head are cut by the
+vocabulary. KV heads fewer than ranks are held by several of them, latents by all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The pages of a worker on several hosts: each host keeps the KV heads of its ranks, and rank 0 reads and
 writes whole pages for the worker's peers.
 
-A host's part of a page is one piece of it, because the KV head is the outermost axis.
+A host's part of a page is one piece of it, because the KV head is the outermost axis. Pages of other hosts
+cross the network twice; a protocol by which each host pulls its own heads would halve that.
 """
 
 from __future__ import annotations
