@@ -40,7 +40,7 @@ from baton.cli.console import table
 from baton.config import DecodeConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import SchedulerConfig
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_loop import StepPipeline
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.grammar.llguidance import LlguidanceMatcher

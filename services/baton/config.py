@@ -213,6 +213,12 @@ class DecodeConfig(WorkerConfig):
     """Output tokens per sequence for which pages are reserved at admission."""
     watermark: float = 0.02
     """Part of the pool that admission leaves free."""
+    draft: Literal["off", "suffix"] = "off"
+    """Guess the next tokens, and verify them in one step; texts stay as they are. suffix: guesses what
+    followed the last tokens when they occurred before in the same request; it pays where answers repeat
+    parts of their prompts. off: no guesses."""
+    draft_tokens: int = 4
+    """Tokens that are guessed for a sequence in a step, at most."""
     handoff_seconds: float = 30.0
     """A hand-off fails if its prefill node sends nothing for this time."""
     pull_seconds: float = 60.0

@@ -8,7 +8,7 @@ from hash_runner import HashRunner
 from baton.config import DecodeConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import SchedulerConfig
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_loop import StepPipeline
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.worker.decode.core import DecodeCore

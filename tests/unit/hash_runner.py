@@ -80,13 +80,13 @@ class HashRunner:
             self.penalized[init.slot] = known
             if init.last_token is not None:
                 self.last[init.slot] = init.last_token
-        inputs = [row.tokens if row.tokens is not None else (self.last[row.slot],) for row in plan.rows]
+        inputs = [row.tokens or (self.last[row.slot], *row.drafts) for row in plan.rows]
         for row, tokens in zip(plan.rows, inputs, strict=True):
             for position, token in enumerate(tokens, row.start):
                 self.pool[row.tables[0][position // self.page_size]][position % self.page_size] = token
         rows = []
         for row in plan.rows:
-            end = row.start + row.count
+            end = row.start + row.count - len(row.drafts)
             seen = [self.pool[row.tables[0][p // self.page_size]][p % self.page_size] for p in range(end)]
             samples = []
             for slot in row.sample:
@@ -95,6 +95,15 @@ class HashRunner:
                 if known is not None:
                     known[1].append(self.last[slot])
                 samples.append(self.last[slot])
+                for draft in row.drafts:
+                    if self.last[slot] != draft:
+                        break
+                    seen.append(self.pool[row.tables[0][end // self.page_size]][end % self.page_size])
+                    end += 1
+                    self.last[slot] = next_token(seen, self.seeds[slot], known)
+                    if known is not None:
+                        known[1].append(self.last[slot])
+                    samples.append(self.last[slot])
             wanted = enumerate(row.prompt_logprobs or (), row.start + 1)
             logprobs = tuple(Logprobs(token, float(position)) for position, token in wanted)
             rows.append(RowResult(tuple(samples), logprobs))

@@ -10,7 +10,7 @@ from test_attempts import A, B, attempts, placed
 from baton.config import PrefillConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import SchedulerConfig
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_loop import MAX_FAILED_STEPS as MAX_IN_A_ROW
 from baton.engine.step_loop import StepPipeline
 from baton.gateway.resume import PROVEN_TOKENS

@@ -7,7 +7,8 @@ import pytest
 from baton.engine.plan import PlanRow, StepPlan
 from baton.engine.request import EngineRequest, SequencePhase
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_builder import Step
 from baton.engine.step_stats import WATCHDOG_FACTOR, MovingAverage, StepStats
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree

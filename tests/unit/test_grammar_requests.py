@@ -6,7 +6,7 @@ from decode_node import Node
 from baton.config import PrefillConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import PromptRoute, SchedulerConfig
+from baton.engine.scheduler_config import PromptRoute, SchedulerConfig
 from baton.grammar.base import GrammarBusy, GrammarError, GrammarSpec
 from baton.handoff.messages import AttemptName, PrefillFailed
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree

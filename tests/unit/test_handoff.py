@@ -18,7 +18,8 @@ from hash_runner import HashRunner, reference
 from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.grammar.base import GrammarError
 from baton.handoff import messages
 from baton.handoff.fetch import MAX_REASONS, FetchCounters

@@ -10,7 +10,8 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.plan import RowResult, StepResult
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import PromptRoute, SchedulerConfig
 from baton.handoff.lease import LeaseCounters
 from baton.handoff.messages import (
     Alive,

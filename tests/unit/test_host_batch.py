@@ -194,7 +194,7 @@ def test_rows_of_one_token_come_first():
     assert batch.token_slots.tolist() == [1, 2, 3, 3, 3] and batch.row_slots.tolist() == [1, 2, 3]
     assert batch.starts.tolist() == [0, 1, 2, 5] and batch.lengths.tolist() == [10, 1, 7]
     assert batch.slots.tolist() == [3, 1] and batch.targets.tolist() == [7, 10]
-    assert batch.last.tolist() == [4, 0]
+    assert batch.wanted.tolist() == [4, 0]
 
 
 def test_upload():

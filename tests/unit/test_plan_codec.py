@@ -42,6 +42,8 @@ def random_plan(rng, number, tables):
             row = replace(row, tokens=[7, 8, 9], sample=rng.choice([(), (slot,), (slot, 8)]))
             row.prompt_logprobs = rng.choice([None, (1, 2)])
             row.pooling = rng.choice([None, Pooling.LAST])
+        elif rng.random() < 0.3:
+            row.drafts = (4, 5)
         rows.append(row)
     return StepPlan(number, tuple(rows), tuple(inits), rng.choice([(), ((1, 2), (3, 4))]))
 

@@ -8,7 +8,7 @@ from hash_runner import HashRunner
 from baton.config import PrefillConfig
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import SchedulerConfig
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, LeaseFinished, PrefillFailed
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_map import PageUse

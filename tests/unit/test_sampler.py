@@ -341,6 +341,6 @@ def test_a_vocabulary_has_no_more_log_probabilities_than_tokens():
 def test_rows_that_sample_one_token_may_have_prompt_log_probabilities():
     part = token_logprobs(torch.zeros(2, 4), torch.tensor([2, 3]), 1)
     rows = [PlanRow(0, (1, 2, 3), 0, ((0,),), (0,), (2, 3), 1), PlanRow(1, None, 5, ((1,),), (1,))]
-    first, second = row_results(rows, [7, 8], [True, True], {}, {0: [part]}, {})
+    first, second = row_results(rows, [7, 8], [True, True], {}, {0: [part]}, {}, {})
     assert (first.tokens, second.tokens) == ((7,), (8,)) and not second.prompt_logprobs
     assert [entry.token for entry in first.prompt_logprobs] == [2, 3]

@@ -21,7 +21,8 @@ from baton.engine.request import (
     TokenEvent,
 )
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import PromptRoute, SchedulerConfig
 from baton.engine.step_builder import divide_budget
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState
@@ -31,12 +32,13 @@ from baton.sim.scheduler_rules import check_scheduler
 class Engine:
     """Drives a scheduler and a HashRunner as engine.step_loop.StepPipeline does, with or without overlap."""
 
-    def __init__(self, pages=64, size=4, rows=8, budget=32, overlap=False, **config):
+    def __init__(self, pages=64, size=4, rows=8, budget=32, overlap=False, drafter=None, **config):
         self.allocator = PageAllocator(pages)
         self.cache = KvCacheManager(self.allocator, PrefixTree(size))
         self.runner = HashRunner(pages, size, rows)
         config = {"output_margin": 4, "watermark": 1, "context_length": 200, **config}
-        self.scheduler = Scheduler(self.cache, SchedulerConfig(token_budget=budget, max_rows=rows, **config))
+        limits = SchedulerConfig(token_budget=budget, max_rows=rows, **config)
+        self.scheduler = Scheduler(self.cache, limits, drafter=drafter)
         self.overlap = overlap
         self.pending = None
         self.tokens = defaultdict(list)

@@ -9,7 +9,8 @@ import pytest
 from baton.engine.plan import Pooling
 from baton.engine.request import EngineRequest, FailedEvent, SequencePhase, TokenEvent
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.kvcache import KvCacheManager, KvGroup, PageAllocator, PageCounts, PrefixTree
 from baton.kvcache.kv_groups import peak
 from baton.layers.cache_spec import attention_cache

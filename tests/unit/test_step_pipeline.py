@@ -7,7 +7,8 @@ from hash_runner import HashRunner, reference
 
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import PromptRoute, SchedulerConfig
 from baton.engine.step_loop import StepPipeline
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState

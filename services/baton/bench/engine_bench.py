@@ -17,7 +17,8 @@ from baton.config import WorkerConfig
 from baton.engine.model_runner import ModelRunner
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_builder import Step
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.model_path import resolve

@@ -15,6 +15,17 @@ Lane = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
+class DraftRound:
+    """The positions behind the first, second, ... draft of each row that has so many. What is sampled there
+    counts if every draft up to there was right."""
+
+    of: Ints
+    """[n]: the rows' indices among the step's samples."""
+    drafts: Ints
+    """[n]: the draft in front of each position."""
+
+
+@dataclass(slots=True)
 class HostBatch:
     """Rows of one token come first, then chunks; tokens in the order of their rows."""
 
@@ -39,8 +50,9 @@ class HostBatch:
     """[samples], in the order of the plan: where what is sampled goes to."""
     targets: Ints
     """[samples]: positions of what is sampled."""
-    last: Lane
-    """[samples]: the token whose logits are sampled from."""
+    rounds: list[DraftRound]
+    wanted: Lane
+    """[samples, and those of the rounds]: the tokens whose logits are sampled from."""
 
     @classmethod
     def of(cls, rows: Sequence[PlanRow]) -> HostBatch:
@@ -49,17 +61,20 @@ class HostBatch:
         ids: list[int] = []
         positions: list[int] = []
         ends = [0]
-        end_of = [0] * len(rows)
+        wanted_of = [0] * len(rows)
+        """The token that each row first samples from."""
         ordered = [rows[i] for i in order]
         for i, row in zip(order, ordered, strict=True):
             if row.tokens is None:
-                ids.append(-1)
-                positions.append(row.start)
+                wanted_of[i] = len(ids)
+                ids += (-1, *row.drafts)
             else:
                 ids += row.tokens
-                positions += range(row.start, row.start + counts[i])
+                wanted_of[i] = len(ids) - 1
+            positions += range(row.start, row.start + counts[i])
             ends.append(len(ids))
-            end_of[i] = len(ids)
+        wanted = [at for row, at in zip(rows, wanted_of, strict=True) for _ in row.sample]
+        rounds = _rounds(rows, wanted) if any(row.drafts for row in rows) else []
         row_slots = np.array([row.slot for row in ordered], np.int32)
         starts = np.array(ends, np.int32)
         return cls(
@@ -75,17 +90,46 @@ class HostBatch:
             starts=starts,
             slots=np.array([slot for row in rows for slot in row.sample], np.int64),
             targets=np.array(
-                [row.start + count for row, count in zip(rows, counts, strict=True) for _ in row.sample],
+                [
+                    row.start + count - len(row.drafts)
+                    for row, count in zip(rows, counts, strict=True)
+                    for _ in row.sample
+                ],
                 np.int64,
             ),
-            last=np.array(
-                [end - 1 for row, end in zip(rows, end_of, strict=True) for _ in row.sample], np.int32
-            ),
+            rounds=rounds,
+            wanted=np.array(wanted, np.int32),
         )
 
     @property
     def tokens(self) -> int:
         return len(self.ids)
+
+    def samples(self) -> tuple[Ints, Ints]:
+        """Slots and positions of the samples and of those of the rounds."""
+        if not self.rounds:
+            return self.slots, self.targets
+        slots, targets = [self.slots], [self.targets]
+        for depth, each in enumerate(self.rounds, 1):
+            slots.append(self.slots[each.of])
+            targets.append(self.targets[each.of] + depth)
+        return np.concatenate(slots), np.concatenate(targets)
+
+
+def _rounds(rows: Sequence[PlanRow], wanted: list[int]) -> list[DraftRound]:
+    """Adds to `wanted`, which holds the tokens that the rows first sample from, those behind their drafts."""
+    drafted, sample = [], 0
+    for row in rows:
+        if row.drafts:
+            drafted.append((sample, wanted[sample], row.drafts))
+        sample += len(row.sample)
+    rounds = []
+    for depth in range(max(len(drafts) for _, _, drafts in drafted)):
+        part = [each for each in drafted if len(each[2]) > depth]
+        of, ids = [sample for sample, _, _ in part], [drafts[depth] for _, _, drafts in part]
+        rounds.append(DraftRound(np.array(of, np.int64), np.array(ids, np.int64)))
+        wanted += [first + depth + 1 for _, first, _ in part]
+    return rounds
 
 
 def longest_first(starts: Ints) -> tuple[Ints, list[int]] | None:

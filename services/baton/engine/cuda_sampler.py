@@ -114,11 +114,13 @@ class CudaSampler:
         positions: Ints,
         last_token: torch.Tensor,
         masks: Masks | None = None,
+        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> KernelSamples:
         """Chooses a token for each slot, into `last_token` (int32) at the slot; none occurs twice.
 
         logits: [slots, vocab], unmodified; positions [slots]: that of the token being sampled; masks: of the
-        slots that have a grammar.
+        slots that have a grammar. kept: behind drafts, on the device, which of the tokens count (bool
+        [slots]), and the slots (int32), or that of padding.
         """
         from baton.layers.kernels.penalties import penalize
         from baton.layers.kernels.sampling import Special, sample
@@ -167,6 +169,8 @@ class CudaSampler:
             added,
             masked_there,
         ) = upload.send(self._device)
+        if kept is not None:
+            slots_there, counted = kept[1], torch.where(kept[0], counted, -1)
         counts = states.counts if penalized.any() else None
         changed = torch.empty(0, logits.shape[1], device=self._device)
         if len(change.rows):
@@ -198,8 +202,13 @@ class CudaSampler:
             counts=counts,
         )
         sample(logits, temperatures, keys, slots_there, last_token, result, special)
-        states.output_length[slots] += 1
+        if kept is None:
+            states.output_length[slots] += 1
         return self._report(logits, slots, result)
+
+    def advance(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """So many tokens behind drafts were kept for each slot."""
+        self._states.output_length[list(slots)] += counts
 
     def _report(self, logits: torch.Tensor, slots: SlotIds, result: torch.Tensor) -> KernelSamples:
         samples = KernelSamples(result)

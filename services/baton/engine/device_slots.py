@@ -47,6 +47,9 @@ class DeviceSlots:
         self._ends = [-1] * slots
         """Where each slot's newest row ended: one that does not begin there is another sequence's, as is one
         whose last token comes from the host. Further choices of a prompt begin with its last chunk."""
+        self._drafts: dict[int, range] = {}
+        """Of the newest rows that had drafts, where these are: a row that begins there goes on behind those
+        that were right."""
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""
 
@@ -62,8 +65,12 @@ class DeviceSlots:
         # The host waits for this loop in each step. Mostly no row changes anything.
         for row in rows:
             slot, start = row.slot, row.start
-            begins = start != ends[slot] or slot in tokens
-            ends[slot] = start + row.count
+            begins = (start != ends[slot] and start not in self._drafts.get(slot, ())) or slot in tokens
+            ends[slot] = end = start + row.count
+            if row.drafts:
+                self._drafts[slot] = range(start + 1, end)
+            elif self._drafts:
+                self._drafts.pop(slot, None)
             known, whole = self._known[slot], self._unwritten[slot]
             if whole or (row.tables is not known and row.tables != known):
                 self._known[slot], self._unwritten[slot] = row.tables, False
@@ -92,6 +99,7 @@ class DeviceSlots:
         for row in rows:
             for slot in (row.slot, *row.sample):
                 self._ends[slot] = -1
+                self._drafts.pop(slot, None)
 
     def write(self, entries: torch.Tensor, values: torch.Tensor) -> None:
         self._memory.index_copy_(0, entries, values)

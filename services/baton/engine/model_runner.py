@@ -89,7 +89,7 @@ class ModelRunner:
             pool, model.heads, model.attention_options, prefill_attention, decode_attention
         )
         tables = self._slots.tables.unbind(1)
-        places = sorted(self._attention.places.items()) if kernels else []
+        places = sorted(self._attention.places.items())
         self._caches = [LayerCache(tables[group], pool.layer_pages(layer)) for layer, (group, _) in places]
         self._body = make_body(model, kernels, context, batch_invariant)
         sampler: Sampler | CudaSampler | None = None
@@ -272,9 +272,9 @@ class ModelRunner:
         shape = self.chunk_graphs.shape(host) if self.chunk_graphs is not None and not every else None
         simple = None
         if isinstance(sampler, CudaSampler) and host.slots.size:
-            simple = sampler.simple(host.slots, host.targets)
+            simple = sampler.simple(*host.samples())
         changes = self._slots.changes(host.rows, fresh)
-        arrays = (host.slots.astype(np.int32), *simple) if simple is not None else ()
+        arrays = (host.samples()[0].astype(np.int32), *simple) if simple is not None else ()
         there = self._there(*arrays, *(changes or ()))
         if changes is not None:
             self._slots.write(*there[-2:])
@@ -283,7 +283,7 @@ class ModelRunner:
         else:
             logits = self._eager(host, every, launched)
         if host.slots.size:
-            pending = PendingSampling(logits, host.slots, host.targets, masked, masks)
+            pending = PendingSampling(logits, host.slots, host.targets, masked, host.rounds, masks)
             if simple is not None:
                 pending.simple = there[0], there[1], there[2]
             self._sampling.sample(launched, pending)
@@ -296,7 +296,7 @@ class ModelRunner:
         attention = self._attention.over(rows)
         tokens = self._tokens(inputs.ids, inputs.token_slots)
         where = self._caches, inputs.token_slots, slots.damage
-        batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.last)
+        batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.wanted)
         self._body.logits(self._forward(batch), inputs.logits)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
@@ -313,10 +313,10 @@ class ModelRunner:
 
     def _batch(self, host: HostBatch, every: bool) -> Batch:
         """`every`: the states of every token are wanted, else of those that are sampled from."""
-        single, arrays = host.single, [host.ids, host.positions, host.token_slots, host.last]
+        single, arrays = host.single, [host.ids, host.positions, host.token_slots, host.wanted]
         if self._paged:
             arrays += [host.row_slots, host.lengths, host.starts[single:] - single]
-        ids, positions, token_slots, last, *paged = self._there(*arrays)
+        ids, positions, token_slots, wanted, *paged = self._there(*arrays)
         parts = []
         if single:
             parts.append(AttentionRows(host.rows[:single], 0, single))
@@ -334,15 +334,15 @@ class ModelRunner:
             self._tokens(ids, token_slots),
             positions,
             self._attention.over(*parts),
-            self._caches,
+            self._caches if self.kernels else (),
             token_slots,
             self._slots.damage,
-            None if every else last,
+            None if every else wanted,
             decode=single == len(host.rows),
         )
 
     def _eager(self, host: HostBatch, every: bool, launched: LaunchedStep) -> torch.Tensor:
-        """Returns the logits [samples, vocab] of a step of any size. `every`: also computes prompt
+        """Returns the logits [wanted tokens, vocab] of a step of any size. `every`: also computes prompt
         log-probabilities and what is pooled, into `launched`."""
         batch = self._batch(host, every)
         hidden = self._forward(batch)
@@ -354,10 +354,10 @@ class ModelRunner:
                     launched.pooled[i] = to_host(pool_states(row.pooling, states))
                 if row.prompt_logprobs:
                     launched.prompts[i] = prompt_logprobs(self._body.logits, states, row, leads)
-            hidden = hidden.index_select(0, to_device(host.last, self._device))
+            hidden = hidden.index_select(0, to_device(host.wanted, self._device))
         return self._body.logits(hidden) if len(hidden) or self.kernels else hidden
 
 
 def _is_decode(rows: Sequence[PlanRow]) -> bool:
     """Whether each row continues its slot by one token."""
-    return all(row.tokens is None and row.sample == (row.slot,) for row in rows)
+    return all(row.tokens is None and not row.drafts and row.sample == (row.slot,) for row in rows)

@@ -65,7 +65,7 @@ class PlanRow:
 
     slot: int
     tokens: Sequence[int] | None
-    """Input token ids; None: one token, the slot's last."""
+    """Input token ids; None: the slot's last token, and `drafts`."""
     start: int
     """Position of the first input token."""
     tables: tuple[tuple[int, ...], ...]
@@ -84,10 +84,13 @@ class PlanRow:
     pooling: Pooling | None = None
     """Only in a prompt chunk of an embedding, which samples nothing: the row's last final hidden state, or
     the sum of all, is wanted."""
+    drafts: tuple[int, ...] = ()
+    """Only behind the slot's last token: guesses of the tokens that follow it. The row samples at each of its
+    positions, and keeps what it samples up to the first token that is not the guess."""
 
     @property
     def count(self) -> int:
-        return 1 if self.tokens is None else len(self.tokens)
+        return 1 + len(self.drafts) if self.tokens is None else len(self.tokens)
 
 
 def step_load(rows: Iterable[PlanRow]) -> StepLoad:
@@ -95,8 +98,8 @@ def step_load(rows: Iterable[PlanRow]) -> StepLoad:
     decode = context = prefill = pairs = 0
     for row in rows:
         if row.tokens is None:
-            decode += 1
-            context += row.start + 1
+            decode += row.count
+            context += row.count * (row.start + 1)
         else:
             prefill += row.count
             pairs += chunk_pairs(row.start, row.count)
@@ -133,7 +136,8 @@ class RowResult:
     """A row's results."""
 
     tokens: tuple[int, ...] = ()
-    """Sampled for the slots in `PlanRow.sample`, in order."""
+    """Sampled for the slots in `PlanRow.sample`, in order; with drafts, those kept of the one slot: at least
+    one, at most one more than there are drafts."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     error: str | None = None
     """Why the row has no tokens, e.g. logits that are not numbers."""

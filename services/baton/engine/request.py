@@ -47,7 +47,7 @@ class Sequence:
     encoded: bytes | None = None
     """While it waits: its tokens, as the prefix tree compares them."""
     match: tuple[int, int] | None = None
-    """While it waits: KvCache.version, and how many of its pages were cached then."""
+    """While it waits: KvCacheManager.version, and how many of its pages were cached then."""
     phase: SequencePhase = SequencePhase.WAITING
     finish: EngineFinishReason | None = None
     slot: int | None = None
@@ -56,15 +56,17 @@ class Sequence:
     reserved: int = 0
     """Pages reserved at admission and not yet taken."""
     computed: int = 0
-    """Tokens whose KV has been launched."""
+    """Tokens whose KV has been launched; of a row with drafts as if all were right."""
     retired: int = 0
     """Tokens whose KV is final: their step has retired."""
     unread: int = 0
-    """Sampled tokens that have been launched and not yet read: up to two with overlap."""
+    """Sampled tokens that have been launched and not yet read, at most: two with overlap, and drafts."""
     last_step: int = 0
     """The last launched step that uses its pages or its slot."""
     followers: list[Sequence] = field(default_factory=list)
     """For an admitted leader: the choices that will fork from its pages once the prompt is complete."""
+    drafting: object = None
+    """What the drafter keeps of it."""
     epoch: int = 0
     """Counts placements; results of a step launched in an earlier one are dropped."""
 

@@ -285,6 +285,18 @@ def forbidden_ends(states: SlotStates, slots: Sequence[int], rows: Sequence[int]
     return {row: states.stop_tokens[slots[row]] for row in waiting}
 
 
+@dataclass(slots=True)
+class KeptToken:
+    """Sampled behind a draft that was right."""
+
+    token: int
+    logprobs: Logprobs | None
+    finite: bool
+    """Whether its logits were."""
+    error: str
+    """Of its grammar; empty: none."""
+
+
 BAD_LOGITS = "the model's logits are not finite: its weights or its KV are damaged"
 
 
@@ -295,12 +307,14 @@ def row_results(
     logprobs: Mapping[int, Logprobs],
     prompts: Mapping[int, Sequence[TokenLogprobs]],
     errors: Mapping[int, str],
+    kept: Mapping[int, Sequence[KeptToken]],
 ) -> tuple[RowResult, ...]:
-    """`tokens`, `finite` (whether the logits were numbers) and the keys of `logprobs` and `errors` (of
-    grammars) count the rows' sampled slots, in order; `prompts` holds prompt log-probabilities by the row's
-    place."""
+    """`tokens`, `finite` (whether the logits were numbers) and the keys of `logprobs`, `errors` (of grammars)
+    and `kept` (what follows a token) count the rows' sampled slots, in order; `prompts` holds prompt
+    log-probabilities by the row's place."""
     if (
         not logprobs
+        and not kept
         and not prompts
         and not errors
         and all(finite)
@@ -320,6 +334,20 @@ def row_results(
         failed = [errors[slot] for slot in range(first, last) if slot in errors]
         if failed and error is None:
             result.error, result.reason = failed[0], "GRAMMAR_FAILED"
+        if row.drafts and result.error is None:
+            _add_kept(result, kept.get(first, ()))
         results.append(result)
         first = last
     return tuple(results)
+
+
+def _add_kept(result: RowResult, kept: Sequence[KeptToken]) -> None:
+    """What the row sampled behind right drafts. A position that failed fails the row."""
+    for each in kept:
+        if not each.finite:
+            result.error = BAD_LOGITS
+        elif each.error:
+            result.error, result.reason = each.error, "GRAMMAR_FAILED"
+    result.tokens += tuple(each.token for each in kept)
+    if result.logprobs:
+        result.logprobs += tuple(each.logprobs for each in kept)

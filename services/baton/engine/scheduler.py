@@ -6,11 +6,9 @@ it plans and launches step N+1 before it commits step N. Page ownership goes thr
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 
+from baton.engine.draft.base import Drafter
 from baton.engine.plan import Logprobs, Pooling, RowResult, StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -25,38 +23,11 @@ from baton.engine.request import (
     TokenEvent,
     nothing,
 )
+from baton.engine.scheduler_config import PromptRoute, SchedulerConfig
 from baton.engine.scheduler_state import SchedulerState
 from baton.engine.step_builder import Record, Step, StepBuilder, divide_budget
 from baton.kvcache import KvCacheManager
 from baton.tracing.recorder import EventKind
-
-
-class PromptRoute(Enum):
-    """Where an admitted prompt is computed."""
-
-    LOCAL = auto()
-    REMOTE = auto()
-    DEFER = auto()
-    """Not decided yet; ask again."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    context_length: int
-    """Tokens of prompt and output together."""
-    token_budget: int
-    """Tokens of a step: decode rows first, prompt chunks with the rest."""
-    max_rows: int
-    full_step: int = sys.maxsize
-    """A step in which prompts of this many tokens end takes no further prompt."""
-    max_waiting: int = 1024
-    policy: str = "fcfs"
-    output_margin: int = 64
-    """Output tokens per sequence for which pages are reserved at admission."""
-    watermark: int = 0
-    """Pages that admission leaves free while anything is running."""
-    prompt_only: bool = False
-    """A prefill node: a prompt's pages are kept (Phase.LEASED) once its first tokens have been sampled."""
 
 
 class Scheduler(SchedulerState):
@@ -78,6 +49,7 @@ class Scheduler(SchedulerState):
         may_admit: Callable[[EngineRequest], bool] = lambda request: True,
         record: RecordEvent = nothing,
         ask_turn: Callable[[EngineRequest], None] = lambda request: None,
+        drafter: Drafter | None = None,
     ) -> None:
         if config.token_budget < config.max_rows:
             raise ValueError("token_budget must be at least max_rows")
@@ -85,11 +57,16 @@ class Scheduler(SchedulerState):
         self.config = config
         self.step_number = 0
         self.computed_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = 0
+        """Drafts that have been verified, and those of them that were right."""
         self.local_prompts = 0
         """Prompts whose prefill began here."""
         self._route = route
         self._may_admit = may_admit
         self._ask_turn = ask_turn
+        self._drafter = drafter
+        self._drafted_step = 0
+        """The last step with drafts. Until it is read nobody knows where its rows end."""
         self._ahead = 2 * config.token_budget
         """Tokens of a sequence in steps that have not retired, at most: two with overlap."""
         self._room = cache.longest(config.context_length, self._ahead)
@@ -207,6 +184,8 @@ class Scheduler(SchedulerState):
     def plan(self) -> Step | None:
         """The next step, or None when there is nothing to compute: one row for each running sequence, then
         prompt chunks with what is left of the token budget."""
+        if self._drafted_step > self.retired_step:
+            return None
         self._admit()
         config, size = self.config, self.cache.page_size
         step = StepBuilder(self.step_number + 1)
@@ -215,8 +194,8 @@ class Scheduler(SchedulerState):
             if sequence.phase is not SequencePhase.RUNNING or not self._wants_token(sequence):
                 continue
             if self.extend_or_retract(sequence, sequence.computed // size + 1):
-                step.add_decode(sequence)
-        budget, short = config.token_budget - len(step.records), False
+                step.add_decode(sequence, self._drafts(sequence, step) if self._drafter else ())
+        budget, short = config.token_budget - step.tokens, False
         for sequence, count in divide_budget(self.prompts, budget, size, config.full_step):
             if self.extend(sequence, self.rows(sequence.computed + count)):
                 step.add_chunk(sequence, count)
@@ -235,7 +214,29 @@ class Scheduler(SchedulerState):
                 self.cache.unpin(holding)
         else:
             self.step_number = step.number
+            if step.drafted:
+                self._drafted_step = step.number
         return built
+
+    def _drafts(self, sequence: Sequence, step: StepBuilder) -> tuple[int, ...]:
+        """Drafts behind the sequence's last token, for which there are pages and which may all be
+        delivered. Half of the token budget is left to prompts."""
+        assert self._drafter is not None and sequence.holding is not None
+        config, params = self.config, sequence.request.params
+        others = len(self.running) - len(step.records) - 1
+        most = min(
+            config.draft_tokens,
+            params.max_tokens - sequence.num_output - 1,
+            config.token_budget // 2 - step.tokens - others - 1,
+        )
+        if most < 1 or sequence.num_output < params.min_tokens:
+            return ()
+        if sequence.request.grammar is not None and not config.draft_grammars:
+            return ()
+        # The drafter does not know the tokens in flight, and guesses them too.
+        drafts = tuple(self._drafter.draft(sequence, sequence.unread + most)[sequence.unread :])
+        self.extend(sequence, self.rows(sequence.computed + 1 + len(drafts)))
+        return drafts[: len(sequence.holding) * self.cache.page_size - sequence.computed - 1]
 
     def _retract_prompt(self) -> bool:
         """Prompts that share window pages with others may lack pages: sharing ones do not become free. If all
@@ -274,8 +275,7 @@ class Scheduler(SchedulerState):
                             self.cache.withdraw(each.holding)
                 self.fail(sequence.request, row.reason, row.error)
             elif sequence.phase is SequencePhase.RUNNING:
-                sequence.unread -= 1
-                self._take_token(sequence, row.tokens[0], row.logprobs[0] if row.logprobs else None)
+                self._commit_decode(record, row)
                 if sequence.finish is not None:
                     self.end_finished([sequence])
                 elif self.cache.has_windows:
@@ -283,6 +283,19 @@ class Scheduler(SchedulerState):
             else:
                 self.record(sequence.request, EventKind.CHUNK_ENDED, 0, step.plan.number)
                 self._commit_chunk(record, row)
+
+    def _commit_decode(self, record: Record, row: RowResult) -> None:
+        """Takes back what the row counted for drafts that were wrong."""
+        sequence, wrong = record.sequence, 1 + record.drafts - len(row.tokens)
+        sequence.unread -= 1 + record.drafts
+        sequence.computed -= wrong
+        sequence.retired -= wrong
+        for token, logprobs in row.sampled():
+            self._take_token(sequence, token, logprobs)
+            if sequence.finish is not None:
+                break
+        self.drafted_tokens += record.drafts
+        self.accepted_tokens += record.drafts - wrong
 
     def fail_step(self, step: Step, message: str) -> None:
         """The step could not be executed: everything in it fails."""

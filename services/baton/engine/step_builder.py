@@ -30,6 +30,8 @@ class Record:
     """Tokens whose KV is final once the row has retired."""
     targets: tuple[Sequence, ...]
     """Sequences that sample a token from the row."""
+    drafts: int = 0
+    """Tokens of the row that may turn out wrong: `end` counts them as right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +48,24 @@ class StepBuilder:
     def __init__(self, number: int) -> None:
         self.number = number
         self.records: list[Record] = []
+        self.tokens = 0
+        """Of decode rows."""
+        self.drafted = False
+        """Whether any of them has drafts."""
         self._rows: list[PlanRow] = []
         self._inits: list[SlotInit] = []
 
-    def add_decode(self, sequence: Sequence) -> None:
-        """A row for the sequence's last token, which samples the next."""
+    def add_decode(self, sequence: Sequence, drafts: tuple[int, ...] = ()) -> None:
+        """A row for the sequence's last token, which samples the next, and for `drafts` behind it."""
         assert sequence.slot is not None and sequence.holding is not None
         if not sequence.slot_ready:
             self._init_slot(sequence, sequence.tokens[-1])
         slot, tables = sequence.slot, sequence.holding.page_tables()
-        self._rows.append(PlanRow(slot, None, sequence.computed, tables, (slot,)))
-        self.records.append(Record(sequence, sequence.epoch, sequence.computed + 1, (sequence,)))
+        self._rows.append(PlanRow(slot, None, sequence.computed, tables, (slot,), drafts=drafts))
+        end = sequence.computed + 1 + len(drafts)
+        self.records.append(Record(sequence, sequence.epoch, end, (sequence,), len(drafts)))
+        self.tokens += 1 + len(drafts)
+        self.drafted = self.drafted or bool(drafts)
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
         """A row for the next `count` tokens of a prompt. The last chunk samples a token for each choice."""
@@ -91,7 +100,7 @@ class StepBuilder:
             record.sequence.last_step = self.number
             for sequence in record.targets:
                 sequence.last_step = self.number
-                sequence.unread += 1
+                sequence.unread += 1 + record.drafts
         for copy in copies:
             copy.sequence.last_step = self.number
         pairs = tuple(pair for copy in copies for pair in copy.pairs)

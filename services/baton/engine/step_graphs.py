@@ -226,7 +226,7 @@ class ChunkInputs:
     """[rows + 1]: of the rows, with their tokens of this step."""
     starts: torch.Tensor
     """[rows + 2]"""
-    last: torch.Tensor
+    wanted: torch.Tensor
     """[rows]: the tokens whose logits are wanted; 0 where there are fewer."""
     logits: torch.Tensor
     """[rows, vocab], of the model's dtype."""
@@ -275,15 +275,15 @@ class ChunkGraphs:
 
     def shape(self, step: HostBatch) -> tuple[int, int] | None:
         """Tokens and rows of the graph for this step; None: no graph fits."""
-        rows = max(len(step.rows), len(step.slots))
+        rows = max(len(step.rows), len(step.wanted))
         fitting = ((size, most) for size, most in self._shapes if size >= step.tokens and most >= rows)
         return next(fitting, None)
 
     def run(self, shape: tuple[int, int], step: HostBatch) -> torch.Tensor:
-        """Enqueues the step; returns the logits [samples, vocab] that it will write."""
+        """Enqueues the step; returns the logits [wanted tokens, vocab] that it will write."""
         self._fill(shape, step)
         self._graphs[shape].replay()
-        return self._logits[: len(step.slots)]
+        return self._logits[: len(step.wanted)]
 
     @staticmethod
     def _lengths(size: int, rows: int) -> tuple[int, ...]:
@@ -295,15 +295,15 @@ class ChunkGraphs:
 
     def _inputs(self, shape: tuple[int, int]) -> ChunkInputs:
         lanes = torch.split(self._static[: self._length(*shape)], list(self._lengths(*shape)))
-        ids, positions, token_slots, row_slots, lengths, starts, last = lanes
+        ids, positions, token_slots, row_slots, lengths, starts, wanted = lanes
         logits = self._logits[: shape[1]]
-        return ChunkInputs(ids, positions, token_slots, row_slots, lengths, starts, last, logits)
+        return ChunkInputs(ids, positions, token_slots, row_slots, lengths, starts, wanted, logits)
 
     def _fill(self, shape: tuple[int, int], step: HostBatch | None) -> None:
         """Enqueues the copy of a step's inputs; without a step, of padding only."""
         host = torch.zeros(self._length(*shape), dtype=torch.int32, pin_memory=True)
         lanes = np.split(host.numpy(), np.cumsum(self._lengths(*shape))[:-1])
-        ids, positions, token_slots, row_slots, lengths, starts, last = lanes
+        ids, positions, token_slots, row_slots, lengths, starts, wanted = lanes
         tokens = count = 0
         if step is not None:
             tokens, count = step.tokens, len(step.rows)
@@ -311,7 +311,7 @@ class ChunkGraphs:
             token_slots[:tokens] = step.token_slots
             row_slots[:count], lengths[:count] = step.row_slots, step.lengths
             starts[: count + 1] = step.starts
-            last[: len(step.last)] = step.last
+            wanted[: len(step.wanted)] = step.wanted
         # The padding row has all remaining tokens; rows behind it have none.
         left = len(ids) - tokens
         positions[tokens:] = np.arange(left)

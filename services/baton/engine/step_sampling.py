@@ -9,13 +9,14 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+from baton.engine.batch import DraftRound
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.grammar_masks import Masks
 from baton.engine.launched_step import LaunchedStep, PendingSampling
 from baton.engine.plan import Logprobs, Pooling, RowResult
-from baton.engine.sampler import BAD_LOGITS, KernelSamples, Sampler, row_results
+from baton.engine.sampler import BAD_LOGITS, KeptToken, KernelSamples, Sampler, row_results
 from baton.engine.step_graphs import DecodeGraphs
-from baton.layers.async_copy import to_device
+from baton.layers.async_copy import Upload, to_device
 from baton.layers.tensor_parallel import Communicator
 
 
@@ -73,11 +74,31 @@ class StepSampling:
         if samples is not None and samples.logprobs is not None:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
         errors = samples.errors if samples is not None else {}
-        rows = row_results(launched.rows, tokens, finite, logprobs, launched.prompts, errors)
+        kept = self._kept(launched, tokens) if launched.drafted else {}
+        rows = row_results(launched.rows, tokens, finite, logprobs, launched.prompts, errors, kept)
         if launched.places is not None:
             rows = itemgetter(*launched.places)(rows)
         _add_pooled(rows, launched.pooled)
         return rows
+
+    def _kept(self, launched: LaunchedStep, tokens: Sequence[int]) -> dict[int, list[KeptToken]]:
+        """By the index among the samples, whose tokens are given: what follows each behind right drafts."""
+        found: dict[int, list[KeptToken]] = {}
+        last = list(tokens)
+        for depth, (each, samples) in enumerate(launched.drafted):
+            tokens, finite = samples.read()
+            logprobs: dict[int, Logprobs] = {}
+            if samples.logprobs is not None:
+                logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
+            for i, (of, draft) in enumerate(zip(each.of.tolist(), each.drafts.tolist(), strict=True)):
+                kept = found.setdefault(of, [])
+                if len(kept) == depth and last[of] == draft:
+                    last[of] = tokens[i]
+                    kept.append(KeptToken(tokens[i], logprobs.get(i), finite[i], samples.errors.get(i, "")))
+        if isinstance(self._sampler, CudaSampler):
+            slots = [launched.slots[of] for of in found]
+            self._sampler.advance(slots, [len(kept) for kept in found.values()])
+        return found
 
     def _sample_late(self, launched: LaunchedStep) -> None:
         """Enqueues the sampling that waited for the tokens now read."""
@@ -93,15 +114,15 @@ class StepSampling:
     def _sample(self, launched: LaunchedStep, pending: PendingSampling) -> None:
         sampler = self._sampler
         if isinstance(sampler, Sampler):
-            where = pending.slots, pending.positions, pending.masks
-            launched.samples = samples = sampler.sample(pending.logits, *where)
-            there = to_device(pending.slots, samples.tokens.device)
-            self._last_token.index_copy_(0, there, samples.tokens.int())
+            self._sample_on_host(sampler, launched, pending)
         elif sampler is not None:
             masks = None
             if pending.masked:
                 masks = sampler.masks(pending.slots.tolist(), pending.masked)
-            launched.samples = self._choose(sampler, pending, masks).to_host()
+            samples = self._choose(sampler, pending, masks)
+            if pending.rounds:
+                self._sample_rounds(sampler, launched, pending, samples)
+            launched.samples = samples.to_host()
             if masks is not None:
                 masks.launched()
                 launched.masks, launched.samples.errors = masks, masks.errors
@@ -109,14 +130,69 @@ class StepSampling:
             # All ranks have rank 0's last tokens. They differ only in what it has just sampled.
             self._communicator.broadcast(self._last_token)
 
+    def _sample_on_host(self, sampler: Sampler, launched: LaunchedStep, pending: PendingSampling) -> None:
+        """Each round samples where the drafts before it were right."""
+        slots, positions, count = pending.slots, pending.positions, len(pending.slots)
+        launched.samples = sampler.sample(pending.logits[:count], slots, positions, pending.masks)
+        last, device = launched.samples.tokens.int(), pending.logits.device
+        launched.slots = slots.tolist() if pending.rounds else []
+        first, right = count, np.full(count, True)
+        for depth, each in enumerate(pending.rounds, 1):
+            kept = (right[each.of] & (last.cpu().numpy()[each.of] == each.drafts)).nonzero()[0]
+            right[:] = False
+            if kept.size:
+                of = each.of[kept]
+                right[of] = True
+                masks = sampler.begin_masks(slots[of].tolist())
+                logits = pending.logits[to_device(first + kept, device)]
+                samples = sampler.sample(logits, slots[of], positions[of] + depth, masks)
+                last[to_device(of, device)] = samples.tokens.int()
+                launched.drafted.append((DraftRound(of, each.drafts[kept]), samples))
+            first += len(each.of)
+        self._last_token.index_copy_(0, to_device(slots, device), last)
+
+    def _sample_rounds(
+        self, sampler: CudaSampler, launched: LaunchedStep, pending: PendingSampling, samples: KernelSamples
+    ) -> None:
+        """Samples behind each draft, and lets count, on the device, what follows right ones: a slot's last
+        token and its penalties' counts."""
+        device, count = pending.logits.device, len(pending.slots)
+        upload = Upload()
+        upload.add(pending.slots.astype(np.int32))
+        for each in pending.rounds:
+            upload.add(each.of)
+            upload.add(each.drafts)
+        slots, *arrays = upload.send(device)
+        last, right = samples.tokens.clone(), torch.ones(count, dtype=torch.bool, device=device)
+        first, launched.slots = count, pending.slots.tolist()
+        for depth, each in enumerate(pending.rounds, 1):
+            of, drafts = arrays[2 * depth - 2], arrays[2 * depth - 1]
+            kept = right.index_select(0, of) & (last.index_select(0, of) == drafts)
+            there = torch.where(kept, slots.index_select(0, of), len(self._last_token) - 1)
+            part = slice(first, first + len(each.of))
+            first = part.stop
+            if pending.simple is not None:
+                _, temperatures, keys = pending.simple
+                simple = there, temperatures[part], keys[part]
+                found = sampler.sample_simple(pending.logits[part], *simple, self._last_token)
+            else:
+                own, at = pending.slots[each.of], pending.positions[each.of] + depth
+                found = sampler.sample(pending.logits[part], own, at, self._last_token, kept=(kept, there))
+            last.index_copy_(0, of, found.tokens)
+            right.zero_().index_copy_(0, of, kept)
+            launched.drafted.append((each, found.to_host()))
+
     def _choose(self, sampler: CudaSampler, pending: PendingSampling, masks: Masks | None) -> KernelSamples:
         """By kernels, into the slots' last tokens too."""
         if pending.graph:
             assert self.graphs is not None
             return KernelSamples(self.graphs.choose(pending.graph, masks.host if masks is not None else None))
+        count = len(pending.slots)
+        logits = pending.logits[:count]
         if pending.simple is not None:
-            return sampler.sample_simple(pending.logits, *pending.simple, self._last_token, masks)
-        return sampler.sample(pending.logits, pending.slots, pending.positions, self._last_token, masks)
+            slots, temperatures, keys = (each[:count] for each in pending.simple)
+            return sampler.sample_simple(logits, slots, temperatures, keys, self._last_token, masks)
+        return sampler.sample(logits, pending.slots, pending.positions, self._last_token, masks)
 
 
 def pool_states(pooling: Pooling, states: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class ModuleBody:
             return
         from baton.models.device_mixture import device_mixture
 
-        for rope in self._kernels.ropes:
+        for rope in {layer.attention.rope for layer in self._kernels.layers}:
             rope.prepare_kernels(context_length, model.device)
         for layer in self._kernels.layers:
             mixture = getattr(layer, "feed_forward", None)

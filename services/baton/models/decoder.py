@@ -20,8 +20,6 @@ from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.quantization.cpu import MakeProduct
 from baton.layers.quantization.weight_method import QuantizedWeight
-from baton.layers.recurrent import RecurrentModule
-from baton.layers.rope import Rope
 from baton.layers.tensor_parallel import Communicator, Shard
 from baton.models.config import ModelConfig
 from baton.models.device_mixture import kernels_know
@@ -71,7 +69,7 @@ class FeedForward(Protocol):
 
 class Layer(Protocol):
     @property
-    def attention(self) -> AttentionModule | RecurrentModule: ...
+    def attention(self) -> AttentionModule: ...
 
     def __call__(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]; `hidden` may be overwritten."""
@@ -82,11 +80,7 @@ class DecoderLayer:
     """hidden += attention(norm(hidden)); hidden += feed_forward(norm(hidden))"""
 
     def __init__(
-        self,
-        input_norm: RmsNorm,
-        attention: AttentionModule | RecurrentModule,
-        post_norm: RmsNorm,
-        feed_forward: FeedForward,
+        self, input_norm: RmsNorm, attention: AttentionModule, post_norm: RmsNorm, feed_forward: FeedForward
     ) -> None:
         self.input_norm, self.attention = input_norm, attention
         self.post_norm, self.feed_forward = post_norm, feed_forward
@@ -154,11 +148,6 @@ class Decoder:
         return [layer.attention.cache for layer in self.layers]
 
     @property
-    def ropes(self) -> set[Rope]:
-        """The layers' rotations."""
-        return {layer.attention.rope for layer in self.layers if layer.attention.rope is not None}
-
-    @property
     def has_experts(self) -> bool:
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
         return any(isinstance(layer.feed_forward, Mixture) for layer in layers)
@@ -182,7 +171,7 @@ class Decoder:
         """Computes the rotations of all positions, and on a CPU brings the matrices into the layout that
         computes fastest, one by one."""
         positions = self.config.used_length
-        for rope in self.ropes:
+        for rope in {layer.attention.rope for layer in self.layers}:
             rope.prepare(positions, self.dtype, self.device)
         if self.config.tied and self.head.quantized is not None:
             self.head.quantized.fill(0, self.embedding)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.config import DecodeConfig
+from baton.engine.draft.base import Drafter
 from baton.handoff.fetch import Fetches
 from baton.handoff.messages import FetchEffect, StartPull
 from baton.rpc.errors import BatonError
+from baton.sim.draft import SimDrafter
 from baton.sim.network import Network, SimLink
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import Machine, Worker
@@ -108,6 +110,12 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
                         if both:
                             text = f"a step and a pull of {self.who} both write {sorted(both)}"
                             raise Violation(f"writer: {text}")
+
+    def make_drafter(self) -> Drafter | None:
+        if self.config.draft == "off":
+            return None
+        rng = self.world.rng(f"drafts {self.name}")
+        return SimDrafter(rng, self.machine.windows, rng.choice((0.5, 0.8, 0.95, 1.0)))
 
     def drain(self) -> None:
         self.announce_drain()

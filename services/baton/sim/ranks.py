@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.engine.plan import PlanRow, RowResult
 from baton.layers.tensor_parallel import Shard
 from baton.sim.model import SimLaunchedStep, SimRunner, View, combined
 from baton.sim.world import Actor, World
@@ -212,7 +213,8 @@ class Rank:
             return
         if self.shard.rank == 0:
             assert flight.result is not None
-            yield SAMPLED, [token for row in flight.result.rows for token in row.tokens]
+            rows = zip(plan.rows, flight.result.rows, strict=True)
+            yield SAMPLED, [token for row in rows for token in _last_tokens(*row)]
         else:
             runner.accept(plan, (yield SAMPLED, None))
 
@@ -246,17 +248,22 @@ def result(found: Collective) -> Any:
         return found.values.get(0)
     views: list[list[View]] = [found.values[rank] for rank in sorted(found.values)]
     rows = len(views[0])
-    others = [each + [(b"?", ())] * (rows - len(each)) for each in views]
+    others = [each + [((), ())] * (rows - len(each)) for each in views]
     return [
-        (
-            combined([each[row][0] for each in others]),
+        tuple(
             tuple(
-                combined([each[row][1][i] if i < len(each[row][1]) else b"?" for each in others])
-                for i in range(len(views[0][row][1]))
-            ),
+                combined([each[row][kind][i] if i < len(each[row][kind]) else b"?" for each in others])
+                for i in range(len(views[0][row][kind]))
+            )
+            for kind in (0, 1)
         )
         for row in range(rows)
     ]
+
+
+def _last_tokens(row: PlanRow, result: RowResult) -> tuple[int, ...]:
+    """The last token of each of the row's slots."""
+    return result.tokens[-1:] if row.drafts else result.tokens
 
 
 class SimChannel:

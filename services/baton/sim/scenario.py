@@ -11,7 +11,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.rpc.validate import MAX_STOP_TOKENS
 from baton.sim.faults import Fault, draw_babbles, draw_faults, draw_hangs
 from baton.sim.grammar import SPEC
-from baton.sim.model import ONE, POISON, POISONS, SILENT_POISON, STATE, VOCAB, Windows, reference
+from baton.sim.model import ONE, POISON, POISONS, SILENT_POISON, VOCAB, Windows, reference
 from baton.sim.process import Machine
 from baton.sim.transport import SLOWEST_PACE
 
@@ -63,7 +63,7 @@ class GatewaySettings:
 class Scenario:
     seed: int
     windows: Windows
-    """Windows of the model's KV groups, and STATE for its groups of states."""
+    """Windows of the model's KV groups."""
     latency: float
     gateways: int
     gateway: GatewaySettings
@@ -99,11 +99,10 @@ def make_scenario(seed: int) -> Scenario:
         _decode(rng, tight, ahead) for _ in range(rng.choice((2, 3) if tight else (1, 1, 2, 2, 3)))
     )
     prefill = tuple(_prefill(rng, tight) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3))))
-    prefill, decode, of_ranks = _ranks(random.Random(f"ranks {seed}"), prefill, decode)
-    if all(machine.ranks == 1 for _, machine in (*prefill, *decode)):  # several ranks know no states
-        windows += random.Random(f"memory {seed}").choice(((), (), (STATE,), (STATE, STATE)))
     decode = tuple((config, replace(machine, windows=windows)) for config, machine in decode)
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
+    decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
+    prefill, decode, of_ranks = _ranks(random.Random(f"ranks {seed}"), prefill, decode)
     expiries: list[Fault] = []
     if tight:
         prefill, decode, expiries = _expiries(random.Random(f"expiry {seed}"), prefill, decode)
@@ -132,6 +131,16 @@ def make_scenario(seed: int) -> Scenario:
     readers = random.Random(f"readers {seed}")
     rested = tuple(replace(r, rests=_rests(readers, r)) for r in (*requests, *probes))
     return replace(scenario, requests=rested)
+
+
+def _with_drafts(
+    rng: random.Random, decode: tuple[tuple[DecodeConfig, Machine], ...]
+) -> tuple[tuple[DecodeConfig, Machine], ...]:
+    """Every second node has none."""
+    return tuple(
+        (replace(config, draft=rng.choice(("off", "suffix")), draft_tokens=rng.choice((1, 3, 7))), machine)
+        for config, machine in decode
+    )
 
 
 def _rests(rng: random.Random, spec: RequestSpec) -> float:

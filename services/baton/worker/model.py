@@ -16,7 +16,6 @@ from baton.attention.registry import resolve as resolve_attention
 from baton.config import WorkerConfig
 from baton.gguf_file import close_opened
 from baton.kvcache.kv_pool import PoolLayout, default_page_size
-from baton.layers.cache_spec import State
 from baton.layers.tensor_parallel import ONE_RANK, Communicator, IndexRange, Shard
 from baton.model_path import resolve
 from baton.models.config import read_config
@@ -75,8 +74,6 @@ def check_model(config: WorkerConfig, device: torch.device) -> None:
     if config.tp == 1 and config.kv_dtype == "auto":
         return
     specs = cache_specs(read_config(path, implementation=config.model_impl))
-    if any(isinstance(spec, State) for spec in specs):
-        raise failed_precondition("models with recurrent layers: leave out --tp and --kv-dtype")
     if config.kv_dtype != "auto" and any(spec.parts == 1 for spec in specs):
         text = "--kv-dtype fp8_e4m3: pages of latents are kept in the model's dtype only; leave it out"
         raise failed_precondition(text)
@@ -136,7 +133,7 @@ def load(
     )
     if isinstance(model, TransformersModel):
         (prefill, _), (decode, _) = attention_of(config, model, device)
-        page_size = config.page_size or default_page_size(device)  # none of these has states
+        page_size = config.page_size or default_page_size(device)
         check_attention(model, kv_layout(model, page_size, model.config.used_length), prefill, decode)
     seconds = time.monotonic() - started
     _log.info(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from baton.config import WorkerConfig
-from baton.engine.scheduler import SchedulerConfig
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, unavailable

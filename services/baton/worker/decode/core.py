@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
+from baton.engine.draft.base import Drafter
 from baton.engine.plan import StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -19,7 +20,8 @@ from baton.engine.request import (
     Sequence,
     TokenEvent,
 )
-from baton.engine.scheduler import PromptRoute, Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import PromptRoute, SchedulerConfig
 from baton.engine.step_builder import Step
 from baton.engine.step_stats import StepStats
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
@@ -62,6 +64,7 @@ class DecodeCore:
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
     page_bytes: int = 0
     """Bytes of a page, for the recorder."""
+    drafter: Drafter | None = None
     unfinished: dict[Key, DecodeRequest] = field(default_factory=dict)
     peers: dict[str, Peer] = field(default_factory=dict)
     counters: DecodeCounters = field(default_factory=DecodeCounters)
@@ -86,6 +89,7 @@ class DecodeCore:
             lambda leader: self.handoffs.abandon(leader),
             record=self._scheduled,
             ask_turn=lambda request: self.suspects.ask(self.unfinished[request.key]),  # type: ignore[index]
+            drafter=self.drafter,
         )
         self.handoffs = RemotePrefill(self.config, self.scheduler, self.unfinished, self.recording)
         self.fetches = self.handoffs.fetches

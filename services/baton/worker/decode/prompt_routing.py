@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
 from baton.engine.request import Sequence
-from baton.engine.scheduler import PromptRoute, Scheduler
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import PromptRoute
 from baton.worker.decode.remote_prefill import RemotePrefill
 from baton.worker.decode.types import MAX_FAILED_STEPS, DecodeRequest, Key, Peer, repeated
 

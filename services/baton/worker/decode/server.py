@@ -11,6 +11,7 @@ from typing import Any
 import grpc.aio
 
 from baton.config import DecodeConfig
+from baton.engine.draft.base import Drafter
 from baton.rpc.authentication import ClusterAuthentication
 from baton.rpc.errors import unavailable
 from baton.rpc.link import Link
@@ -18,6 +19,7 @@ from baton.rpc.node import run_node
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.decode.core import DecodeCore
+from baton.worker.decode.drafters import make_drafter
 from baton.worker.decode.messages import several
 from baton.worker.decode.peers import PrefillPeer, PrefillPeers
 from baton.worker.decode.shell import DecodeShell
@@ -39,6 +41,9 @@ class DecodeNode(DecodeShell, WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServ
         super().__init__(config)
         self.streams: CallerStreams[DecodeStream] = CallerStreams(self, self.tasks)
         self.peers = PrefillPeers(self, config)
+
+    def make_drafter(self) -> Drafter | None:
+        return make_drafter(self.config)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from baton.config import DecodeConfig
+from baton.engine.draft.base import Drafter
 from baton.engine.request import EngineRequest
 from baton.handoff.messages import FetchEffect
 from baton.kvcache import KvCacheManager
@@ -37,8 +38,15 @@ class DecodeShell(WorkerShell[DecodeCore]):
             policy=config.policy,
             output_margin=config.output_margin,
             watermark=int(cache.counts().total * config.watermark),
+            draft_tokens=config.draft_tokens,
         )
-        return DecodeCore(cache, scheduling, config, self, self.recorder, self.page_bytes)
+        return DecodeCore(
+            cache, scheduling, config, self, self.recorder, self.page_bytes, self.make_drafter()
+        )
+
+    def make_drafter(self) -> Drafter | None:
+        """None: no row has drafts."""
+        return None
 
     def make_link(self, address: str, peer: PrefillPeer) -> PrefillLink:
         """A stream to a prefill node, not yet started."""

@@ -27,7 +27,8 @@ from baton.engine.request import (
     SequencePhase,
     TokenEvent,
 )
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_builder import Step
 from baton.engine.step_stats import StepStats
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError

@@ -31,6 +31,7 @@ class RowMessage(msgspec.Struct, array_like=True, gc=False):
     wanted: int | None = None
     """How many log-probabilities of the prompt."""
     pooled: bool = False
+    drafts: Table = ()
 
 
 class PlanMessage(msgspec.Struct, array_like=True, gc=False):
@@ -69,7 +70,7 @@ class PlanEncoder:
         """A PlanMessage's `rows` and `changed`."""
         slots, starts, decode = [row.slot for row in rows], [row.start for row in rows], True
         for row in rows:
-            if row.tokens is not None or row.sample != (row.slot,):
+            if row.tokens is not None or row.drafts or row.sample != (row.slot,):
                 decode = False
                 break
         again = decode and starts == self._next and slots == self._slots
@@ -95,11 +96,12 @@ class PlanEncoder:
 
     def _row(self, row: PlanRow) -> tuple[Any, ...]:
         changes = self._changed(row)
-        if row.tokens is None:
+        if row.tokens is None and not row.drafts:
             return row.slot, row.start, changes, row.sample if row.sample != (row.slot,) else None
+        tokens = None if row.tokens is None else tuple(row.tokens)
         wanted = None if row.prompt_logprobs is None else len(row.prompt_logprobs)
         pooled = row.pooling is not None
-        return row.slot, row.start, changes, row.sample, tuple(row.tokens), wanted, pooled
+        return row.slot, row.start, changes, row.sample, tokens, wanted, pooled, row.drafts
 
     def _changed(self, row: PlanRow) -> list[tuple[int, Table]] | None:
         """Of each table how many of its first pages stay, and those that follow; None: all stay."""
@@ -154,4 +156,5 @@ class PlanDecoder:
             (row.slot,) if row.sample is None else row.sample,
             prompt_logprobs=None if row.wanted is None else (0,) * row.wanted,
             pooling=Pooling.LAST if row.pooled else None,
+            drafts=row.drafts,
         )

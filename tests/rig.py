@@ -17,7 +17,8 @@ from baton.attention.registry import BACKENDS, resolve
 from baton.engine.model_runner import ModelRunner
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_pool import KvLayout, KvPool, PagePool
 from baton.models.loader import declared, load_model
@@ -124,12 +125,25 @@ def tables(runner, first: int, count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def generate(
-    runner, cache, prompts, params, *, budget: int = 256, overlap: bool = True, around=None, grammars=()
+    runner,
+    cache,
+    prompts,
+    params,
+    *,
+    budget: int = 256,
+    overlap: bool = True,
+    around=None,
+    grammars=(),
+    drafter=None,
+    draft_tokens: int = 0,
+    logprobs=None,
 ) -> list[list[int]]:
-    """Output tokens of each prompt. `around`: a context manager for each launch."""
-    scheduler = Scheduler(
-        cache, SchedulerConfig(context_length=CONTEXT, token_budget=budget, max_rows=runner.max_slots)
+    """Output tokens of each prompt. `around`: a context manager for each launch. `logprobs`: a dict that gets
+    the log-probabilities of each prompt's output."""
+    config = SchedulerConfig(
+        context_length=CONTEXT, token_budget=budget, max_rows=runner.max_slots, draft_tokens=draft_tokens
     )
+    scheduler = Scheduler(cache, config, drafter=drafter)
     output: dict[int, list[int]] = {}
     for key, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         output[key] = []
@@ -155,6 +169,8 @@ def generate(
             assert not isinstance(event, FailedEvent), event
             if isinstance(event, TokenEvent):
                 output[event.sequence.request.key].append(event.token)
+                if logprobs is not None:
+                    logprobs.setdefault(event.sequence.request.key, []).append(event.logprobs)
         if step is None and pending is None and not scheduler.requests:
             break
     cache.check(idle=True)
