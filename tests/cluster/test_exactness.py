@@ -35,6 +35,7 @@ WIDE_LENGTHS = [16, 65, 300]
 """Of models without narrow workers."""
 WINDOWS: dict[str, list[int | None]] = {
     "gemma3": [None, 48, 48],
+    "gemma4": [None, 40, 40],
     "gpt-oss": [None, 40, 40],
     "mistral-window": [24],
     **{f"transformers:{name}": [None, 24] for name in ("cohere2", "exaone4", "gemma2", "gpt-oss")},

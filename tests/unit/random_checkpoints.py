@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
@@ -76,7 +77,48 @@ _LATENT: dict[str, object] = {
 Variant = tuple[type, dict[str, object]]
 """Class of the configuration, and what differs from _SMALL."""
 
+_GEMMA4: dict[str, object] = {
+    "pad_token_id": None,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 0,
+}
+
 VARIANTS: dict[str, Variant] = {
+    "gemma4": (
+        Gemma4TextConfig,
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4-shared": (
+        Gemma4TextConfig,
+        {
+            **_GEMMA4,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
+    "gemma4-experts": (
+        Gemma4TextConfig,
+        {
+            **_GEMMA4,
+            "attention_bias": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "qwen3": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-bias": (Qwen3Config, {"head_dim": 16, "attention_bias": True, "num_key_value_heads": 1}),
     "qwen2": (Qwen2Config, {"num_key_value_heads": 2}),
@@ -234,6 +276,8 @@ def save_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     model.save_pretrained(path, max_shard_size="60KB" if shards else "5GB")
     return model
 

@@ -9,6 +9,7 @@ import torch
 
 from baton.attention.base import AttentionBackend, AttentionRows
 from baton.attention.paged import PagedAttention
+from baton.attention.torch_sdpa import TorchAttention
 from baton.kvcache.kv_groups import places
 from baton.kvcache.kv_pool import PagePool
 from baton.layers.attention import AttentionOptions
@@ -69,7 +70,7 @@ class StepAttention:
         group, place = self._places[layer]
         for backends, rows in self._parts:
             backend = backends[group]
-            assert isinstance(backend, PagedAttention)
+            assert isinstance(backend, PagedAttention | TorchAttention)
             if len(self._parts) == 1:
                 backend.attend(place, q, out, rows)
             else:

@@ -52,11 +52,12 @@ class _RowGroup:
 class _Chunk:
     """A row of several tokens."""
 
+    row: SeenRow
     tokens: slice
     end: int
     """Keys of its last token."""
-    pages: tuple[torch.Tensor, ...] | None
-    """Like a group's; None where nothing precedes the chunk."""
+    pages: tuple[torch.Tensor, ...] | None = None
+    """Like a group's; None where nothing precedes the chunk, and no layer reads what another has written."""
     gathered: _Gathered | None = None
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     """By window: [tokens, end], 0 or -inf; None: causal, nothing precedes the chunk."""
@@ -205,6 +206,18 @@ class TorchAttention:
             mask = self._chunk_mask(chunk, options.window, q.dtype)
             out[at] = _attend(row_q, row_k, row_v, mask, options)[0].transpose(0, 1)
 
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
+        """As `forward`, with keys and values that `forward` of this step has written."""
+        if self._groups:
+            self._decode(layer, q[: self._single], out[: self._single])
+        for chunk in self._chunks:
+            gathered, pages = self._find_pages(chunk)
+            keys, values = self._gather(gathered, pages[layer], layer, q.dtype)
+            mask = self._chunk_mask(chunk, self._options[layer].window, q.dtype)
+            row_q = q[chunk.tokens].transpose(0, 1)[None]
+            attended = _attend(row_q, keys, values, mask, self._options[layer])
+            out[chunk.tokens] = attended[0].transpose(0, 1)
+
     def _decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         kv_heads, dim = self._kv_heads, self._layout.head_dim
         shape = (-1, kv_heads, self._num_heads // kv_heads, dim)
@@ -337,11 +350,19 @@ class TorchAttention:
 
     def _chunk(self, row: SeenRow, first: int) -> _Chunk:
         tokens, end = slice(first, first + row.tokens), row.start + row.tokens
-        pages = row.pages[: -(-end // self._layout.page_size)] if row.start else None
-        if pages is None:
-            return _Chunk(tokens, end, None)
-        of_layers = self._there(self._entries(pages, 1)) + 2 * self._layers
-        return _Chunk(tokens, end, of_layers.unbind(0), self._gathered(of_layers.shape[1], 1, end))
+        chunk = _Chunk(row, tokens, end)
+        if row.start:
+            self._find_pages(chunk)
+        return chunk
+
+    def _find_pages(self, chunk: _Chunk) -> tuple[_Gathered, tuple[torch.Tensor, ...]]:
+        """Its pages are gathered from now on."""
+        if chunk.gathered is None or chunk.pages is None:
+            pages = chunk.row.pages[: -(-chunk.end // self._layout.page_size)]
+            of_layers = self._there(self._entries(pages, 1)) + 2 * self._layers
+            chunk.pages = of_layers.unbind(0)
+            chunk.gathered = self._gathered(of_layers.shape[1], 1, chunk.end)
+        return chunk.gathered, chunk.pages
 
     def _chunk_mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         if window is not None and window >= chunk.end:

@@ -110,7 +110,7 @@ class ModelRunner:
                 self._sampling.graphs = self.graphs
                 if getattr(prefill_attention, "graphs", False) and not batch_invariant:
                     # Chunk graphs attend to rows of one token as to chunks.
-                    sizes = chunk_sizes(model.has_experts, token_budget, context)
+                    sizes = chunk_sizes(bool(model.mixtures), token_budget, context)
                     self.chunk_graphs = ChunkGraphs(
                         sizes, max_slots, logits, self._small, self.graphs.pool, progress
                     )

@@ -54,9 +54,10 @@ class AttentionModule(ABC):
     """A projection, attention over the paged pool, output projection."""
 
     index: int
-    """Index of the layer."""
+    """Index of the layer whose keys and values it reads."""
     rope: Rope
-    cache: CacheSpec
+    cache: CacheSpec | None
+    """None: it writes none, and reads those of a layer before it."""
     options: AttentionOptions
     input: Linear
     output: Linear
@@ -68,6 +69,16 @@ class AttentionModule(ABC):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """residual + the same; `residual` may be overwritten."""
         return self.output.add_to(residual, self._attend(x, batch))
+
+    @abstractmethod
+    def _attend(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, inputs of `output`]"""
+
+
+class WritingAttention(AttentionModule):
+    """Writes keys and values of its own."""
+
+    cache: CacheSpec
 
     def _attend(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         projected = self.input(x)
@@ -88,7 +99,7 @@ class AttentionModule(ABC):
         """On a GPU, with what `write` returned -> [tokens, inputs of `output`]"""
 
 
-class Attention(AttentionModule):
+class Attention(WritingAttention):
     """Projections, norms of each head, rotation, attention over the paged pool, output projection."""
 
     def __init__(
@@ -107,9 +118,11 @@ class Attention(AttentionModule):
         norm_plus_one: bool = False,
         options: AttentionOptions = NONE,
         merged: str | None = None,
+        values: bool = True,
     ) -> None:
         """`norm_eps`: queries and keys of each head are normalized; `merged`: the checkpoint's name for
-        queries, keys and values in one tensor."""
+        queries, keys and values in one tensor; `values` false: they are not projected, and whoever calls
+        `split` and `write` adds them."""
         shard = parameters.shard
         own, own_kv = shard.split(heads, "attention heads"), shard.kv_heads(kv_heads)
         self.index, self.rope, self.head_dim = index, rope, head_dim
@@ -118,9 +131,11 @@ class Attention(AttentionModule):
         self.options = options
         self.cache = attention_cache(options.window, kv_heads, head_dim)
         q, kv = heads * head_dim, kv_heads * head_dim
-        parts = {merged: q + 2 * kv} if merged else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        parts = {merged: q + 2 * kv} if merged else {"q_proj": q, "k_proj": kv}
+        if values and not merged:
+            parts["v_proj"] = kv
         queries, keys = times(own, head_dim), times(own_kv, head_dim)
-        rows = {"q_proj": [queries], "k_proj": [keys], "v_proj": [keys]}
+        rows = {name: [queries if name == "q_proj" else keys] for name in parts}
         if merged:
             rows = {merged: [queries, times(own_kv, head_dim, q), times(own_kv, head_dim, q + kv)]}
         self.input = parameters.linear(parts, hidden, qkv_bias, rows=rows)

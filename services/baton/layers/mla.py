@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.layers.attention import AttentionModule, AttentionOptions
+from baton.layers.attention import AttentionOptions, WritingAttention
 from baton.layers.batch import Batch
 from baton.layers.cache_spec import Latent
 from baton.layers.norm import RmsNorm
@@ -86,7 +86,7 @@ class MlaProjections:
         return torch.cat((keys, rotated), -1), torch.einsum("tr,hvr->thv", latents[:, :rank], self.values)
 
 
-class MlaAttention(AttentionModule):
+class MlaAttention(WritingAttention):
     """Projections to and from latents, rotation, attention over the paged pool, output projection."""
 
     def __init__(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from baton.layers.linear import Linear
 from baton.layers.mlp import ACTIVATIONS, GatedMlp
+from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod
 from baton.layers.tensor_parallel import ONE_RANK, IndexRange, TensorSlice, times
@@ -346,9 +347,15 @@ def _halves(interleaved: torch.Tensor) -> torch.Tensor:
 class Mixture:
     """A feed-forward layer: a token's experts, and a shared expert if there is one, which has every token."""
 
-    def __init__(self, router: MoeGate, experts: Experts, shared: GatedMlp | None = None) -> None:
-        """`shared`: made with `reduce` false."""
-        self.router, self.experts, self.shared = router, experts, shared
+    def __init__(
+        self,
+        router: MoeGate,
+        experts: Experts,
+        shared: GatedMlp | None = None,
+        expert_norm: RmsNorm | None = None,
+    ) -> None:
+        """`shared`: made with `reduce` false; `expert_norm`: of what the experts see, not the router."""
+        self.router, self.experts, self.shared, self._expert_norm = router, experts, shared, expert_norm
         self.kernels: Callable[[torch.Tensor], torch.Tensor] | None = None
         """What `forward` computes, where it must not wait for the host: `models.device_mixture`."""
         self._communicator = experts.communicator
@@ -359,7 +366,22 @@ class Mixture:
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
     def _part(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.experts(x, *self.router(x)).to(x.dtype)
+        return self._with_shared(x, self.experts(self._normed(x), *self.router(x)))
+
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes each expert for all tokens: see `Experts.dense`. Of several ranks this one's part."""
+        return self._with_shared(x, self.experts.dense(self._normed(x), *self.router(x)))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the router is a `MoeGate` as it stands, and sees what the experts see."""
+        return type(self.router) is MoeGate and self._expert_norm is None
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._expert_norm is None else self._expert_norm(x)
+
+    def _with_shared(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
+        out = routed.to(x.dtype)
         return out if self.shared is None else self.shared.add_to(out, x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

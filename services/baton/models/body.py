@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from baton.layers.batch import Batch
-from baton.layers.moe import Mixture
 from baton.models.decoder import Decoder, LanguageModel, plain_layers
 
 
@@ -65,10 +64,8 @@ class ModuleBody:
 
         for rope in {layer.attention.rope for layer in self._kernels.layers}:
             rope.prepare_kernels(context_length, model.device)
-        for layer in self._kernels.layers:
-            mixture = getattr(layer, "feed_forward", None)
-            if isinstance(mixture, Mixture):
-                mixture.kernels = device_mixture(mixture)
+        for mixture in self._kernels.mixtures:
+            mixture.kernels = device_mixture(mixture)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         hidden = self._model.forward(batch)

@@ -21,7 +21,7 @@ from baton.model_path import CheckpointError
 from baton.models.gguf_checkpoint import read_hf_config
 from baton.models.pooling_config import MODULES
 from baton.models.quantization_config import quantization_config, read_format
-from baton.models.registry import FAMILIES, build
+from baton.models.registry import FAMILIES, build, family
 
 
 class ModelError(CheckpointError):
@@ -37,6 +37,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Like `num_kv_heads` those of the first layer, where a family says HEADS_DIFFER."""
     rms_norm_eps: float
     context_length: int
     """Positions that the checkpoint was made for."""
@@ -143,8 +144,9 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
         raise ModelError("attention to later positions (is_causal) is not supported")
     wrapper = ", ".join(getattr(hf, "architectures", None) or []) if text is not hf else ""
     embeds_only = _embeds_only(hf, path)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    first = _first_layer(text, name, implementation)
+    heads = first.num_attention_heads
+    kv_heads = getattr(first, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise ModelError("num_attention_heads is not a multiple of num_key_value_heads")
     rope = getattr(text, "rope_parameters", None)
@@ -156,7 +158,7 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
         num_layers=text.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_head_dim(text),
+        head_dim=_head_dim(first),
         rms_norm_eps=getattr(text, "rms_norm_eps", 0.0),
         context_length=most,
         tied=embeds_only or _is_tied(hf, path),
@@ -170,11 +172,22 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
     )
 
 
+def _first_layer(text: Any, name: str, implementation: str) -> Any:
+    """Configuration of the first layer, where layers have their own (per_layer_config). Raises ModelError if
+    they differ in their heads, and whoever computes them expects one value."""
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    layers = [text.per_layer_config[index] for index in range(text.num_hidden_layers)]
+    if implementation == "baton" and getattr(family(name), "HEADS_DIFFER", False):
+        return layers[0]
+    for field in ("head_dim", "num_attention_heads", "num_key_value_heads"):
+        if len({getattr(layer, field, None) for layer in layers}) > 1:
+            raise ModelError(f"layers with heads of different sizes are not supported ({field})")
+    return layers[0]
+
+
 def _head_dim(text: Any) -> int:
-    try:
-        return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    except Exception as error:  # transformers refuses to name one value for layers that differ
-        raise ModelError("layers with heads of different sizes are not supported (head_dim)") from error
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _is_tied(hf: Any, path: Path) -> bool:

@@ -45,7 +45,7 @@ class LanguageModel(Protocol):
 
     @property
     def caches(self) -> Sequence[CacheSpec]:
-        """What each layer keeps."""
+        """What each layer keeps; those that share another's keys and values come last, and are left out."""
         ...
 
     def set_kv_scales(self, scales: torch.Tensor) -> None:
@@ -71,6 +71,9 @@ class Layer(Protocol):
     @property
     def attention(self) -> AttentionModule: ...
 
+    @property
+    def mixture(self) -> Mixture | None: ...
+
     def __call__(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]; `hidden` may be overwritten."""
         ...
@@ -84,6 +87,10 @@ class DecoderLayer:
     ) -> None:
         self.input_norm, self.attention = input_norm, attention
         self.post_norm, self.feed_forward = post_norm, feed_forward
+
+    @property
+    def mixture(self) -> Mixture | None:
+        return self.feed_forward if isinstance(self.feed_forward, Mixture) else None
 
     def __call__(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         hidden = self.attention.add_to(hidden, self.input_norm(hidden), batch)
@@ -101,10 +108,12 @@ class Decoder:
         *,
         norm_plus_one: bool = False,
         embedding_scale: float | None = None,
+        logit_softcap: float | None = None,
     ) -> None:
         """Declares embedding, final norm and head under the names that all families use.
 
-        `embedding_scale` multiplies the embeddings.
+        `embedding_scale` multiplies the embeddings; logits become logit_softcap * tanh(logits /
+        logit_softcap). Layers that write no keys and values come last.
         """
         self.config = config
         self.layers = layers
@@ -114,6 +123,9 @@ class Decoder:
         self._embedding_scale = (
             torch.tensor(embedding_scale).to(self.dtype).item() if embedding_scale else None
         )
+        self._logit_softcap = logit_softcap
+        self._writing = [layer for layer in layers if layer.attention.cache is not None]
+        assert [layer.attention.index for layer in self._writing] == list(range(len(self._writing)))
         size, hidden = config.vocab_size, config.hidden_size
         self.shard, self.communicator = parameters.shard, parameters.communicator
         self.heads = config.num_heads // self.shard.size
@@ -139,21 +151,20 @@ class Decoder:
 
     @property
     def attention_options(self) -> list[AttentionOptions]:
-        """Attention options of each layer."""
-        return [layer.attention.options for layer in self.layers]
+        """Attention options of each layer in `caches`."""
+        return [layer.attention.options for layer in self._writing]
 
     @property
     def caches(self) -> list[CacheSpec]:
-        """What each layer keeps."""
-        return [layer.attention.cache for layer in self.layers]
+        """What each layer keeps; see `LanguageModel`."""
+        return [cache for layer in self._writing if (cache := layer.attention.cache) is not None]
 
     @property
-    def has_experts(self) -> bool:
-        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return any(isinstance(layer.feed_forward, Mixture) for layer in layers)
+    def mixtures(self) -> list[Mixture]:
+        return [mixture for layer in self.layers if (mixture := layer.mixture) is not None]
 
     def set_kv_scales(self, scales: torch.Tensor) -> None:
-        for layer, own in zip(self.layers, scales, strict=True):
+        for layer, own in zip(self._writing, scales, strict=True):
             layer.attention.options = replace(layer.attention.options, kv_scales=own)
 
     @property
@@ -222,14 +233,16 @@ class Decoder:
     def forward(self, batch: Batch) -> torch.Tensor:
         """-> final normalized hidden states [tokens, hidden]"""
         hidden = self.embed(batch.tokens)
-        if self._embedding_scale is not None:
-            hidden = hidden * self._embedding_scale
         for layer in self.layers:
             hidden = layer(hidden, batch)
         return self.norm(hidden)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeds tokens, on all ranks together: [tokens] -> [tokens, hidden]."""
+        hidden = self._looked_up(tokens)
+        return hidden if self._embedding_scale is None else hidden * self._embedding_scale
+
+    def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.communicator is None:
             return F.embedding(tokens, self.embedding).to(self.dtype)
         first, count = self._own_tokens
@@ -244,6 +257,8 @@ class Decoder:
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """What this rank's head gave -> as `logits`, in the same dtype."""
+        if (cap := self._logit_softcap) is not None:
+            logits = torch.tanh(logits / cap) * cap
         if self.communicator is None:
             return logits
         rows = self.shard.vocabulary_rows(self.config.vocab_size)
@@ -253,18 +268,19 @@ class Decoder:
 
 
 def plain_layers(decoder: LanguageModel) -> list[DecoderLayer] | None:
-    """The layers if all are like those of Llama or of DeepSeek, of 16 bits: heads rotated alike,
-    wholly or in part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss' experts; else
+    """The layers if all are like those of Llama or of DeepSeek, of 16 bits: heads of one number and size,
+    rotated alike, wholly or in part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss' experts; else
     None."""
     if not isinstance(decoder, Decoder):
         return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
-    same = len({id(layer.attention.rope) for layer in layers}) == 1
+    sizes = {(cache.heads, cache.head_dim) for cache in decoder.caches}
+    same = len({id(layer.attention.rope) for layer in layers}) == len(sizes) == 1
     return layers if same and len(layers) == len(decoder.layers) else None
 
 
 def _plain(layer: DecoderLayer) -> bool:
-    known = isinstance(layer.attention, Attention | MlaAttention)
+    known = type(layer.attention) in (Attention, MlaAttention)
     module = layer.feed_forward
     if isinstance(module, Mixture):
         return known and kernels_know(module)

@@ -17,7 +17,7 @@ def device_mixture(mixture: Mixture) -> Callable[[torch.Tensor], torch.Tensor]:
 
         fused = FusedMixture(mixture)
         return lambda x: fused.parts(x).sum(0)
-    return lambda x: _dense(mixture, x)
+    return mixture.dense
 
 
 def kernels_know(mixture: Mixture) -> bool:
@@ -27,9 +27,4 @@ def kernels_know(mixture: Mixture) -> bool:
     aligned = experts.inner % 8 == 0 and experts.gate_up.shape[2] % 8 == 0
     known = experts.activation == "silu" or isinstance(experts.activation, ClampedSwiglu)
     alike = shared is None or shared.activation == "silu"
-    return sixteen and aligned and known and experts.computable and alike
-
-
-def _dense(mixture: Mixture, x: torch.Tensor) -> torch.Tensor:
-    out = mixture.experts.dense(x, *mixture.router(x)).to(x.dtype)
-    return out if mixture.shared is None else mixture.shared.add_to(out, x)
+    return mixture.plain and sixteen and aligned and known and experts.computable and alike

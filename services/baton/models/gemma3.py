@@ -19,6 +19,8 @@ from baton.models.llama import llama_attention
 class GemmaLayer:
     """Attention and feed-forward layer, each between two norms."""
 
+    mixture = None
+
     def __init__(self, config: ModelConfig, parameters: Parameters, index: int, attention: Attention) -> None:
         def norm(name: str) -> RmsNorm:
             return RmsNorm(parameters, name, config.hidden_size, config.rms_norm_eps, plus_one=True)

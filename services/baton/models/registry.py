@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ FAMILIES: dict[str, str] = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
@@ -32,6 +35,10 @@ OTHER_PARTS = tuple(
     for prefix in ("", "model.")
     for part in (
         "vision_tower.",
+        "vision_embedder.",
+        "embed_vision.",
+        "audio_tower.",
+        "embed_audio.",
         "vision_model.",
         "vision_encoder.",
         "vision_projection.",
@@ -57,6 +64,9 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     if config.wrapper:
         for part in OTHER_PARTS:
             parameters.ignore(part)
-    family = import_module(f"baton.models.{FAMILIES[config.architecture]}")
-    decoder: Decoder = family.build(config, parameters)
+    decoder: Decoder = family(config.architecture).build(config, parameters)
     return decoder
+
+
+def family(architecture: str) -> ModuleType:
+    return import_module(f"baton.models.{FAMILIES[architecture]}")
