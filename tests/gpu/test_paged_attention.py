@@ -8,7 +8,6 @@ import random
 
 import pytest
 import torch
-from rig import CUDA
 
 from attention_rows import Row, planned
 from baton.attention.base import AttentionRows
@@ -19,6 +18,7 @@ from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
 from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
+from rig import CUDA
 
 USUAL = (16, 8, 128)
 OTHERS = ((8, 2, 64), (32, 8, 128), (16, 2, 128), (40, 1, 64), (4, 4, 128), (6, 2, 64))
@@ -216,7 +216,7 @@ def test_mixed_takes_the_triton_kernel_for_few_rows_alone():
 
 
 def test_auto_prefers_what_works_and_says_why_not():
-    assert resolve("auto", CUDA, BF16, 128)[0] is MixedAttention
+    assert resolve("auto", CUDA, BF16, [128])[0] is MixedAttention
     assert resolve("auto", CUDA, BF16, 96)[0] is Fa3Attention
     backend, reason = resolve("auto", CUDA, torch.float32, 128)
     assert backend is TritonAttention and "not fa3: computes bfloat16" in reason

@@ -271,6 +271,8 @@ def save_checkpoint(
             # Neither norms of 1 nor biases of 0, which would hide that they are not applied.
             if parameter.dim() == 1:
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+                if "q_norm" in name and make is Gemma4TextConfig:
+                    parameter.mul_(0.25)  # scores have no scale: sharper ones would show how each side rounds
             else:
                 parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
         for name, buffer in model.named_buffers():

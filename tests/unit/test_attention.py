@@ -246,26 +246,27 @@ def test_resolve():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "features", "chosen", "why"),
+    ("head_dims", "features", "chosen", "why"),
     [
-        (128, (), "fa3-fixed", r"fa3-fixed: the best that does not depend on the batch"),
-        (64, (), "triton-fixed", r"\(not fa3-fixed: heads of 64 were measured to depend on the batch"),
-        (128, ("window",), "triton-fixed", r"\(not fa3-fixed: does not compute attention with window\)"),
+        ([128], (), "fa3-fixed", r"fa3-fixed: the best that does not depend on the batch"),
+        ([64], (), "triton-fixed", r"\(not fa3-fixed: heads of 64 were measured to depend on the batch"),
+        ([64, 128], (), "triton-fixed", r"\(not fa3-fixed: heads of 64 were measured to depend on the batch"),
+        ([128], ("window",), "triton-fixed", r"\(not fa3-fixed: does not compute attention with window\)"),
     ],
 )
 def test_where_one_backend_depends_on_the_batch_another_is_chosen(
-    monkeypatch, head_dim, features, chosen, why
+    monkeypatch, head_dims, features, chosen, why
 ):
     """As on a Hopper GPU with all libraries."""
     monkeypatch.setattr(Fa3Attention, "available", lambda *_: None)
     monkeypatch.setattr(TritonAttention, "available", lambda *_: None)
     gpu = torch.device("cuda")
-    found = resolve("auto", gpu, torch.bfloat16, head_dim, frozenset(features), invariant=True)
+    found = resolve("auto", gpu, torch.bfloat16, head_dims, frozenset(features), invariant=True)
     assert found[0].name == chosen
     assert re.search(why, found[1])
     assert found[0].features >= set(features)
     with pytest.raises(NoBackend, match="no attention backend that does not depend on the batch"):
-        resolve("auto", gpu, torch.bfloat16, 128, frozenset({"latent"}), invariant=True)
+        resolve("auto", gpu, torch.bfloat16, [128], frozenset({"latent"}), invariant=True)
 
 
 def test_flashinfers_workspace_holds_the_largest_plan():

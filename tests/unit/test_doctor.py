@@ -108,3 +108,10 @@ def test_a_model_divided_among_ranks():
     assert "ranks" not in {each.name for each in served("demo", "auto")}
     (refused,) = served("demo", "auto", tp=7)
     assert refused.verdict == "bad" and "cannot be divided among 7 ranks" in refused.detail
+
+
+@pytest.mark.parametrize(("tp", "kv_dtype"), [(2, "auto"), (1, "fp8_e4m3")])
+def test_layers_that_differ_in_their_kv_heads_are_neither_divided_nor_quantized(tmp_path, tp, kv_dtype):
+    save_checkpoint("gemma4", tmp_path)
+    *_, last = served(str(tmp_path), "auto", kv_dtype=kv_dtype, tp=tp)
+    assert last.verdict == "bad" and "layers with different numbers of KV heads" in last.detail

@@ -20,6 +20,7 @@ from random_checkpoints import (
     save_checkpoint,
 )
 from safetensors.torch import load_file, save_file
+from transformers import Gemma4TextConfig, LlamaConfig
 
 from baton.attention.torch_sdpa import TorchAttention
 from baton.layers.mlp import ACTIVATIONS
@@ -165,11 +166,17 @@ def test_an_option_that_is_false_is_none(tmp_path):
     check_tensors(tmp_path)
 
 
-def test_heads_of_different_sizes_are_refused_in_plain_words(tmp_path):
-    config = pytest.importorskip("transformers.models.gemma4").Gemma4TextConfig
-    save_checkpoint("it", tmp_path, variants={"it": (config, {})})
+@pytest.mark.parametrize(
+    ("config", "implementation"),
+    [
+        (Gemma4TextConfig(architectures=["Gemma4ForCausalLM"]), "transformers"),
+        (LlamaConfig(architectures=["LlamaForCausalLM"], per_layer_config={1: {"head_dim": 32}}), "auto"),
+    ],
+)
+def test_heads_of_different_sizes_are_refused_in_plain_words(tmp_path, config, implementation):
+    config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="heads of different sizes are not supported"):
-        read_config(tmp_path)
+        read_config(tmp_path, implementation=implementation)
 
 
 def test_attention_that_differs_from_that_of_transformers_is_found_when_the_model_is_loaded(tmp_path):

@@ -8,10 +8,18 @@ import pytest
 import torch
 from random_checkpoints import Driver, random_prompts
 
+from baton.config import WorkerConfig
 from baton.kvcache.kv_groups import divide_layers
 from baton.kvcache.kv_pool import PoolLayout
 from baton.layers.cache_spec import Full, Latent, SlidingWindow
+from baton.models.body import why_not_fused
+from baton.models.decoder import plain_layers
+from baton.models.loader import load_model
+from baton.rpc.errors import BatonError
+from baton.worker.model import check_model
 from two_head_sizes import NARROW, WIDE, WINDOW, DenseReference, register, save
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +66,18 @@ def test_pages_of_all_groups_have_as_many_bytes_and_little_of_them_stays_empty()
         used = sum(spec.values for spec in specs)
         wasted = 1 - used / (size * len(groups))
         assert wasted <= (0.12 if specs in (gemma4, indexer) else 1 / 3), (wasted, groups)
+
+
+@pytest.mark.parametrize(("tp", "kv_dtype"), [(2, "auto"), (1, "fp8_e4m3")])
+def test_ranks_and_fp8_which_take_one_number_of_kv_heads_are_refused(path, tp, kv_dtype):
+    config = WorkerConfig(model=str(path), device="cpu", load_format="dummy", tp=tp, kv_dtype=kv_dtype)
+    with pytest.raises(BatonError, match="layers with different numbers of KV heads: leave out --tp and"):
+        check_model(config, CPU)
+
+
+def test_fused_kernels_which_take_one_size_of_heads_refuse_it(path):
+    model = load_model(path, torch.bfloat16, load_format="dummy")
+    assert plain_layers(model) is None and "fused kernels do not know" in (why_not_fused(model) or "")
 
 
 def test_windows_beyond_the_context_are_none():

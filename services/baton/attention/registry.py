@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from baton.attention.base import AttentionBackend
@@ -44,20 +46,21 @@ def resolve(
     name: str,
     device: torch.device,
     dtype: torch.dtype | None = None,
-    head_dim: int | None = None,
+    head_dims: Collection[int] = (),
     features: frozenset[str] = frozenset(),
     invariant: bool = False,
 ) -> tuple[type[AttentionBackend], str]:
     """The backend called `name`, or for "auto" the best that works on `device`, and why it was chosen.
 
-    `dtype` and `head_dim` None: not known yet; `features`: the `AttentionOptions` that the model's layers
+    `dtype` None, `head_dims` empty: not known yet; `features`: the `AttentionOptions` that the model's layers
     use; `invariant`: "auto" is the best of INVARIANT. Raises NoBackend.
     """
 
     def problem_of(backend: type[AttentionBackend]) -> str | None:
         if missing := features - backend.features:
             return f"does not compute attention with {', '.join(sorted(missing))}"
-        problem = backend.available(device, dtype, head_dim)
+        sizes: list[int | None] = [*sorted(head_dims)] or [None]
+        problem = next(filter(None, (backend.available(device, dtype, size) for size in sizes)), None)
         if problem is None and "latent" in backend.features - features:
             return "it is for models of latents, and this is none"
         return problem

@@ -243,7 +243,7 @@ def served(
     from baton.layers.tensor_parallel import Shard
     from baton.model_path import CheckpointError, resolve
     from baton.models.config import read_config
-    from baton.models.loader import cache_specs, check_tensors, weight_bytes
+    from baton.models.loader import cache_specs, check_tensors, indivisible, weight_bytes
     from baton.models.weight_plan import describe
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -277,15 +277,14 @@ def served(
         yield Check("quantization", "ok", how)
     name = str(dtype).removeprefix("torch.")
     yield Check("weights", "ok", f"{size / GIB:.2f} GiB on {device.type}, computed in {name}")
+    if (problem := indivisible(caches, tp, kv_dtype)) is not None:
+        yield Check("kv", "bad", problem)
+        return
     size_of_one = dtype.itemsize if kv_dtype == "auto" else 1
     if tp > 1:
         yield _ranks(shards, Shard(0, tp).kv_heads(caches[0].heads)[1], caches[0].heads, device.type)
     token = sum(spec.values for spec in caches) * size_of_one
-    latent = any(spec.parts == 1 for spec in caches)
-    kind = "latents" if latent else "keys and values"
-    if kv_dtype != "auto" and latent:
-        yield Check("kv", "bad", f"--kv-dtype {kv_dtype}: latents are kept in the model's dtype only")
-        return
+    kind = "latents" if caches[0].parts == 1 else "keys and values"
     context = (
         f"{token * config.context_length / GIB:.2f} GiB for a context of {config.context_length:,} tokens"
     )

@@ -269,8 +269,8 @@ class Decoder:
 
 def plain_layers(decoder: LanguageModel) -> list[DecoderLayer] | None:
     """The layers if all are like those of Llama or of DeepSeek, of 16 bits: heads of one number and size,
-    rotated alike, wholly or in part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss' experts; else
-    None."""
+    rotated alike, wholly or in part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss'
+    experts; else None."""
     if not isinstance(decoder, Decoder):
         return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]

@@ -1,5 +1,5 @@
-"""Gemma 4, text (google/gemma-4): after Gemma 3, heads of two sizes, keys that serve as values, layers that share
-keys and values, an embedding for each layer, experts beside the feed-forward layer."""
+"""Gemma 4, text (google/gemma-4): beside what Gemma 3 has, heads of two sizes, keys that serve as values,
+layers that share keys and values, an embedding for each layer, experts beside the feed-forward layer."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Gemma4Decoder(Decoder):
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
-    """The last `num_kv_shared_layers` layers each read what the last layer of their kind before them writes."""
+    """The last `num_kv_shared_layers` layers read what the last one of their kind before them writes."""
     hf = config.hf
     own_layers = config.num_layers - (getattr(hf, "num_kv_shared_layers", 0) or 0)
     layers: list[Gemma4Layer] = []

@@ -346,6 +346,16 @@ def cache_specs(config: ModelConfig) -> Sequence[CacheSpec]:
     return build(config, Parameters(config.dtype, torch.device("meta"))).caches
 
 
+def indivisible(specs: Sequence[CacheSpec], tp: int, kv_dtype: str) -> str | None:
+    """Why what these layers keep cannot be in FP8 or divided among `tp` ranks; None: it can. Whoever does so
+    takes the first layer's KV heads for those of all."""
+    if kv_dtype != "auto" and any(spec.parts == 1 for spec in specs):
+        return f"--kv-dtype {kv_dtype}: pages of latents are kept in the model's dtype only; leave it out"
+    if (tp > 1 or kv_dtype != "auto") and len({spec.heads for spec in specs}) > 1:
+        return "layers with different numbers of KV heads: leave out --tp and --kv-dtype"
+    return None
+
+
 def _fill(parameters: Parameters, report: LoadingProgress) -> None:
     """Normal with deviation 1 / sqrt(inputs), so that activations neither vanish nor explode."""
     progress = _CopyProgress(parameters.nbytes, report)

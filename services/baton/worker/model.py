@@ -21,7 +21,14 @@ from baton.model_path import resolve
 from baton.models.config import read_config
 from baton.models.decoder import LanguageModel
 from baton.models.kv_scales import read_kv_scales
-from baton.models.loader import cache_specs, declared, fingerprint, load_model, weight_bytes
+from baton.models.loader import (
+    cache_specs,
+    declared,
+    fingerprint,
+    indivisible,
+    load_model,
+    weight_bytes,
+)
 from baton.models.transformers_backend import TransformersModel
 from baton.models.weight_plan import weight_plan
 from baton.rpc.errors import failed_precondition, invalid
@@ -41,8 +48,8 @@ def attention_of(
 ) -> tuple[tuple[type[AttentionBackend], str], tuple[type[AttentionBackend], str]]:
     """For prompts and for decode rows, each with the reason for its choice. Raises NoBackend."""
     features = frozenset[str]().union(*(options.features for options in model.attention_options))
-    widest = max(spec.head_dim for spec in model.caches)
-    needs = (device, model.dtype, widest, features, config.batch_invariant)
+    head_dims = frozenset(spec.head_dim for spec in model.caches)
+    needs = (device, model.dtype, head_dims, features, config.batch_invariant)
     prefill = resolve_attention(config.prefill_attention, *needs)
     return prefill, resolve_attention(config.decode_attention, *needs)
 
@@ -74,12 +81,8 @@ def check_model(config: WorkerConfig, device: torch.device) -> None:
     if config.tp == 1 and config.kv_dtype == "auto":
         return
     specs = cache_specs(read_config(path, implementation=config.model_impl))
-    if config.kv_dtype != "auto" and any(spec.parts == 1 for spec in specs):
-        text = "--kv-dtype fp8_e4m3: pages of latents are kept in the model's dtype only; leave it out"
-        raise failed_precondition(text)
-    if len({spec.heads for spec in specs}) > 1:
-        text = "layers with different numbers of KV heads: leave out --tp and --kv-dtype"
-        raise failed_precondition(text)
+    if (problem := indivisible(specs, config.tp, config.kv_dtype)) is not None:
+        raise failed_precondition(problem)
     if config.tp == 1:
         return
     weight_bytes(
