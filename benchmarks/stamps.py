@@ -22,7 +22,7 @@ from baton.engine.step_loop import StepPipeline
 from baton.handoff.messages import FirstSampled
 from baton.worker import engine
 from baton.worker.decode import peers
-from baton.worker.decode.peers import PullTask
+from baton.worker.peers import PullTask
 from baton.worker.prefill import shell
 from baton.worker.prefill.core import PrefillCore
 

@@ -63,7 +63,7 @@ before(Scheduler, "_try_admit", "queue")
 before(StepPipeline, "_launch", "chunk", lambda pipeline, step: step is not None)
 """,
     "decode": f"""
-from baton.worker.decode.peers import PullTask
+from baton.worker.peers import PullTask
 from baton.engine.step_loop import StepPipeline
 before(StepPipeline, "_launch", "step", lambda pipeline, step: step is not None, {TOKENS} - 1)
 before(PullTask, "_copied", "pull")

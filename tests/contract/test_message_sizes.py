@@ -44,11 +44,12 @@ from baton.v1 import (
 )
 from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
-from baton.worker.decode.messages import events_from
 from baton.worker.decode.stream import DecodeStream, add_output
 from baton.worker.decode.types import PromptOutput, TokensOutput
 from baton.worker.embedder import check as check_embed
-from baton.worker.prefill.shell import PrefillShell, PrefillStream
+from baton.worker.handoff_messages import events_from
+from baton.worker.lease_stream import LeaseStream
+from baton.worker.prefill.shell import PrefillShell
 
 BOUNDED = {
     "Inference.ListModels": "one model",
@@ -57,6 +58,7 @@ BOUNDED = {
     "Node.Watch": "a load, and at most 65,536 cells of a map",
     "Node.Drain": "two numbers",
     "PageSource.Fetch": "pieces of 1 MiB",
+    "Cache.Lend": "the pages of one prompt",
 }
 """Methods whose answers cannot be large."""
 PROMPT = 12_500
@@ -258,7 +260,7 @@ class Received:
 
 
 async def prefill():
-    waiting, names = PrefillStream(7), [AttemptName(1, number, 0, 0) for number in range(2)]
+    waiting, names = LeaseStream(7), [AttemptName(1, number, 0, 0) for number in range(2)]
     shell = SimpleNamespace(drop=None)
     logprobs = tuple(Logprobs(token, -1.0, TOP) for token in range(1, PROMPT))
     for name in names:
@@ -290,7 +292,7 @@ async def watch_cache():
         steps=SimpleNamespace(call=lambda what: None),
         layout=SimpleNamespace(page_size=16),
     )
-    servicer = CacheServicer(node)
+    servicer = CacheServicer(node, SimpleNamespace())
     servicer._log = log
     servicer._follow = lambda: log
     view = CacheView()

@@ -246,7 +246,7 @@ async def test_info_and_metrics(running):
     assert 'baton_steps_total{model="",role="tokenizer"} 3.0' in text
     assert 'baton_pages{model="",role="tokenizer",state="free"} 4.0' in text
     assert 'baton_handoff_retry_reasons_total{model="",reason="PEER_LOST",role="tokenizer"} 2.0' in text
-    no_numbers = {"pages", "problems", "handoff_retry_reasons", "plan_times"}
+    no_numbers = {"pages", "problems", "handoff_retry_reasons", "borrow_failures", "plan_times"}
     for_routing = {"step_cost", "pull_cost", "step_tokens", "keys"}
     names = {f.name for f in node_pb2.Load.DESCRIPTOR.fields} - no_numbers - for_routing
     names = {f"{SECONDS[n][0]}_seconds" if n in SECONDS else n for n in names}

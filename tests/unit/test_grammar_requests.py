@@ -12,8 +12,8 @@ from baton.handoff.messages import AttemptName, PrefillFailed
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.rpc.validate import check_sampling
 from baton.worker.convert import sampling_from
-from baton.worker.decode.messages import sampling_to
 from baton.worker.decode.types import DoneOutput, FailedOutput, Key, Peer
+from baton.worker.handoff_messages import sampling_to
 from baton.worker.prefill.core import PrefillCore
 
 SPEC = GrammarSpec("regex", "a+")

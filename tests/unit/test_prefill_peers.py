@@ -12,8 +12,9 @@ from baton.config import DecodeConfig
 from baton.handoff.messages import AttemptName, Beat, CancelPrefill, StartPull
 from baton.rpc.errors import BatonError, unavailable
 from baton.v1 import common_pb2, prefill_pb2
-from baton.worker.decode import peers as module
-from baton.worker.decode.peers import FORGET_SECONDS, PrefillPeer, PrefillPeers
+from baton.worker import peers as module
+from baton.worker.decode.peers import PrefillPeers
+from baton.worker.peers import FORGET_SECONDS, PagePeer
 from virtual_time import skip_waits
 
 LAYOUT = common_pb2.Layout(model_fingerprint="m", page_size=16, version=1)
@@ -206,7 +207,7 @@ async def test_heartbeats_are_as_frequent_as_a_peers_leases_need(grace_ms, short
 async def test_a_peer_that_answers_no_heartbeat_is_connected_to_again(answered, seconds, closed):
     """Counted from the first that was not answered."""
     shell = Shell()
-    peer = PrefillPeer(shell, "p0", 5.0)
+    peer = PagePeer(shell, shell.make_link, lambda core: core, "p0", 5.0)
     peer.send(Beat("p0"))
     shell.now += seconds - 1.0
     if answered:

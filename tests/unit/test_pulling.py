@@ -8,7 +8,7 @@ import pytest
 
 from baton.handoff.messages import StartPull
 from baton.transport.base import TransportError
-from baton.worker.decode.peers import PullTask
+from baton.worker.peers import PullTask
 
 EFFECT = StartPull("p0", 7, ((1, 2), (3, 4)), step=5)
 
@@ -48,7 +48,7 @@ class Peer:
 
 async def test_the_core_hears_of_it_before_the_call_returns():
     core = Core()
-    pull = PullTask(EFFECT, core.call)
+    pull = PullTask(EFFECT, core.call, lambda core: core)
     await pull.run(Peer(core))
     assert core.ended == [(7, None, [10, 30])]
     assert pull.seconds == 0.25
@@ -60,14 +60,14 @@ async def test_the_core_hears_of_it_before_the_call_returns():
 )
 async def test_a_failure(error, text):
     core = Core()
-    pull = PullTask(EFFECT, core.call)
+    pull = PullTask(EFFECT, core.call, lambda core: core)
     await pull.run(Peer(core, error, copies=False))
     assert core.ended == [(7, text, None)] and pull.seconds is None
 
 
 async def test_a_node_that_is_not_connected():
     core = Core()
-    await PullTask(EFFECT, core.call).run(None)
+    await PullTask(EFFECT, core.call, lambda core: core).run(None)
     assert core.ended == [(7, "p0 is not connected", None)]
 
 
@@ -75,7 +75,7 @@ async def test_a_node_that_is_not_connected():
 async def test_an_interruption(copies):
     core = Core()
     with pytest.raises(asyncio.CancelledError):
-        await PullTask(EFFECT, core.call).run(Peer(core, asyncio.CancelledError(), copies))
+        await PullTask(EFFECT, core.call, lambda core: core).run(Peer(core, asyncio.CancelledError(), copies))
     assert core.ended == [(7, None, [10, 30]) if copies else (7, "the pull was interrupted", None)]
 
 
@@ -88,7 +88,7 @@ async def test_generations_that_cannot_be_read():
         raise TransportError("the receiver is closed")
 
     peer.generations = closed
-    await PullTask(EFFECT, core.call).run(peer)
+    await PullTask(EFFECT, core.call, lambda core: core).run(peer)
     assert core.ended == [(7, "the receiver is closed", None)]
 
 
@@ -101,7 +101,7 @@ async def test_one_that_is_stopped(begun):
         async def pull(self, pairs, step, copied):
             await waiting.wait()
 
-    pull = PullTask(EFFECT, core.call)
+    pull = PullTask(EFFECT, core.call, lambda core: core)
     task = pull.task = asyncio.create_task(pull.run(Waiting(core)))
     if begun:
         await asyncio.sleep(0.01)

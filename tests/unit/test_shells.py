@@ -22,12 +22,12 @@ from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.tracing.recorder import EventKind, Recorder
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
-from baton.worker.decode.messages import events_from, request_for
 from baton.worker.decode.shell import DecodeShell
 from baton.worker.decode.stream import DecodeStream
 from baton.worker.decode.types import DecodeCounters, DoneOutput
+from baton.worker.handoff_messages import events_from, request_for
 from baton.worker.prefill.core import PrefillCounters
-from baton.worker.prefill.shell import FULL_STEP, PrefillShell, PrefillStream
+from baton.worker.prefill.shell import FULL_STEP, LeaseStream, PrefillShell
 from baton.worker.shell import WorkerShell
 
 INFO = node_pb2.ModelInfo(vocab_size=100, context_length=64)
@@ -43,6 +43,7 @@ class Surroundings:
         self.config, self.calls, self.connected, self.full = config, [], [], False
         self.steps = SimpleNamespace(call=self.calls.append, step_age=0.0)
         self.peers = SimpleNamespace(check_room=self.check_room, connect=self.connected.append)
+        self.sources = SimpleNamespace(named=tuple)
 
     def check_room(self, addresses):
         if self.full:
@@ -121,11 +122,14 @@ def test_a_decode_node_that_drains_or_has_no_room_for_peers_refuses():
 def test_a_good_start_of_decode_reaches_the_core_once():
     node, caller = Decode(DecodeConfig(prefill=("own:1",))), DecodeStream(3)
     given = {"timeout_ms": 500, "local_prefill_tokens": 0, "announce_admission": True}
+    given["sources"] = [common_pb2.PromptSource(address="s:1", incarnation=9, tokens=4)]
     node.handle_command(decode_start(prefill=["a:1", "b:1", "a:1"], **given), caller)
     assert node.connected == ["a:1", "b:1"] and caller.attempt_of(1) == 2
     (call,), started = node.calls, []
-    call(SimpleNamespace(start=lambda *given, announce: started.append((*given, announce))), 5.0)
-    key, gateway, attempt, request, candidates, now, local, announce = started[0]
+    start = lambda *given, announce, sources: started.append((*given, announce, sources))  # noqa: E731
+    call(SimpleNamespace(start=start), 5.0)
+    key, gateway, attempt, request, candidates, now, local, announce, sources = started[0]
+    assert list(sources) == given["sources"]
     assert (key.caller, key.request, gateway, attempt, now, local) == (caller, 1, 3, 2, 5.0, 0)
     assert candidates == ("a:1", "b:1") and request.deadline == 100.5 and announce
     assert request.params.max_tokens == 61  # what the context has left
@@ -190,7 +194,7 @@ def prefill_start(**fields):
     ],
 )
 def test_a_wrong_start_of_prefill_gets_one_terminal_event(fields, draining, expected):
-    node, caller = Prefill(PrefillConfig()), PrefillStream(3)
+    node, caller = Prefill(PrefillConfig()), LeaseStream(3)
     node.draining = draining
     node.handle_command(prefill_start(**fields), caller)
     (event,) = events(caller)
@@ -198,7 +202,7 @@ def test_a_wrong_start_of_prefill_gets_one_terminal_event(fields, draining, expe
 
 
 def test_a_good_start_of_prefill_reaches_the_core_once():
-    node, caller = Prefill(PrefillConfig()), PrefillStream(3)
+    node, caller = Prefill(PrefillConfig()), LeaseStream(3)
     node.recorder = Recorder(4)
     node.handle_command(prefill_start(delivered=1, keep_pages=False, announce_ahead=True), caller)
     with pytest.raises(BatonError, match="started twice"):
@@ -207,13 +211,13 @@ def test_a_good_start_of_prefill_reaches_the_core_once():
     start = SimpleNamespace(start=lambda *arguments: started.append(arguments))
     call(start, 5.0)
     assert [event.kind for event in node.recorder.of([(3, 1)])] == [EventKind.RECEIVED]
-    holder, name, request, keep, now, ahead = started[0]
+    holder, name, request, keep, now, ahead, _ = started[0]
     assert (holder, name.request, keep, now, ahead) == (caller, 1, False, 5.0, True)
     assert (request.prompt, request.delivered) == ((1, 2), ((3,),))
 
 
 def test_a_half_closed_stream_ends_when_its_attempts_have():
-    node, caller, closed = Prefill(PrefillConfig()), PrefillStream(3), []
+    node, caller, closed = Prefill(PrefillConfig()), LeaseStream(3), []
     node.post, caller.close = lambda function: function(), lambda: closed.append(caller)
     node.half_closed(caller)
     (call,), waiting = node.calls, []
@@ -231,7 +235,7 @@ def test_a_prefill_node_whose_steps_are_stuck_takes_no_callers():
     with pytest.raises(BatonError, match="in one step"):
         node.open(prefill_pb2.PrefillHello(incarnation=3))
     assert not node.calls
-    node.steps.step_age, node.make_stream = 0.4, PrefillStream
+    node.steps.step_age, node.make_stream = 0.4, LeaseStream
     assert node.open(prefill_pb2.PrefillHello(incarnation=3)) and len(node.calls) == 1
 
 
@@ -247,7 +251,7 @@ OTHERS = [
 def test_chunks_are_announced_as_the_caller_understands_them(understood, groups):
     """Nodes of older versions say and understand another form: in it the first KV group is no GroupPages."""
     node, others = Prefill(PrefillConfig()), OTHERS[: groups - 1]
-    node.make_stream = PrefillStream
+    node.make_stream = LeaseStream
     caller = node.open(prefill_pb2.PrefillHello(incarnation=3, chunk_groups=understood))
     of_groups = [
         GroupPages(each["first_page"], tuple(each.get("page_ids", ())), tuple(each.get("generations", ())))
@@ -266,7 +270,7 @@ def test_a_prefill_node_compiles_what_an_output_must_be(grammar):
     node, compiled, told = Prefill(PrefillConfig()), [], []
     node.model_info = node_pb2.ModelInfo(vocab_size=100, context_length=64, grammars=True)
     node.compile_grammar = lambda source, done: compiled.append(done)
-    node.handle_command(prefill_start(sampling=common_pb2.SamplingParams(grammar=grammar)), PrefillStream(3))
+    node.handle_command(prefill_start(sampling=common_pb2.SamplingParams(grammar=grammar)), LeaseStream(3))
     assert len(compiled) == (grammar is not None) and len(node.calls) == 1
     for done in compiled:
         done("a grammar")
@@ -288,7 +292,7 @@ def test_a_span_belongs_to_the_callers_trace(given):
 def test_a_prefill_nodes_span_belongs_to_the_callers_trace(given):
     node, begun = Prefill(PrefillConfig()), []
     node.recorder.begin_span = lambda *name, operation, traceparent: begun.append((operation, traceparent))
-    node.handle_command(prefill_start(traceparent=given), PrefillStream(3))
+    node.handle_command(prefill_start(traceparent=given), LeaseStream(3))
     assert begun == [("prefill", given)] * bool(given)
 
 

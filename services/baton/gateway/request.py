@@ -210,7 +210,9 @@ class GatewayRequest:
                     return
                 prefill = routing.order_prefill(nodes.prefill)
                 limit = routing.decide(self._gateway.split, place, prefill, self._hand_off)
-                if nodes.decode[place].send(self._decode_start(prefill, limit), self):
+                start = self._decode_start(prefill, limit)
+                start.sources.extend(routing.sources(place, prefill))
+                if nodes.decode[place].send(start, self):
                     break
         except BatonError as error:
             self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)

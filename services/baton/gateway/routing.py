@@ -15,7 +15,7 @@ from baton.gateway.split_decision import Decision, Split
 from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import invalid
 from baton.step_cost import StepCost
-from baton.v1 import cache_pb2, decode_pb2, node_pb2
+from baton.v1 import cache_pb2, common_pb2, decode_pb2, node_pb2
 
 POLICIES = ("cache", "least-loaded", "round-robin")
 
@@ -100,6 +100,10 @@ def _prompt_rate(nodes: Sequence[NodeLoad]) -> float:
     """The rate for nodes without a measured one: the mean of the others."""
     rates = [node.prompt_rate for node in nodes if node.prompt_rate]
     return sum(rates) / len(rates) if rates else DEFAULT_PROMPT_RATE
+
+
+MAX_SOURCES = 4
+"""Nodes named for a prompt: each may be asked, one after the other."""
 
 
 class _RoutedNode:
@@ -222,6 +226,21 @@ class RequestRouting:
         nodes = [self._router.load_of(address, self._prompt, preferred) for address in addresses]
         self._loads |= {node.address: node for node in nodes}
         return nodes
+
+    def sources(self, decode: str, prefill: Sequence[str]) -> list[common_pb2.PromptSource]:
+        """Nodes that hold more of the prompt than one that may compute it (`decode`, or the first of
+        `prefill`). Most tokens first."""
+        least = min(self._loads[address].cached for address in (decode, *prefill[:1]))
+        found = [
+            common_pb2.PromptSource(
+                address=node.address,
+                incarnation=self._router.view(node.address).incarnation,
+                tokens=node.cached,
+            )
+            for node in sorted(self._loads.values(), key=lambda node: -node.cached)
+            if node.cached > least
+        ]
+        return [source for source in found if source.incarnation][:MAX_SOURCES]
 
     def _uncached(self, address: str) -> int:
         """Tokens of the prompt that the node is predicted to compute."""

@@ -72,7 +72,12 @@ class Fetch:
     """Whether generations were compared after every copy; else the answer to the release decides."""
 
     def __post_init__(self) -> None:
-        self.pages, self.generations = [[] for _ in self.begins], [[] for _ in self.begins]
+        self.expect(self.rows, self.begins)
+
+    def expect(self, rows: int, begins: list[int]) -> None:
+        """Sets `rows` and `begins`, before the first announcement."""
+        self.rows, self.begins = rows, begins
+        self.pages, self.generations = [[] for _ in begins], [[] for _ in begins]
 
     @property
     def announced(self) -> list[int]:

@@ -158,9 +158,12 @@ class Leases(Generic[L]):
         self.running[lease.name] = lease
         return True
 
-    def announce(self, lease: L, tokens: int, last: bool, now: float, step: int = 0) -> None:
+    def announce(
+        self, lease: L, tokens: int, last: bool, now: float, step: int = 0, content: bytes = b""
+    ) -> None:
         """Announces the pages of the first `tokens` tokens that have not been yet, and which are final once
-        `step` has retired; of window groups those that are seen behind the lease's tokens."""
+        `step` has retired; of window groups those that are seen behind the lease's tokens. `content`: as in
+        ChunkAnnounced."""
         tables = lease.tables
         if tables is None:
             return
@@ -175,7 +178,8 @@ class Leases(Generic[L]):
             lease.announced = [max(begin, upto) for begin in announced]
             if lease.since is None:
                 lease.since = now
-            self.outputs.append((lease.holder, ChunkAnnounced(lease.name, tuple(groups), last, step)))
+            chunk = ChunkAnnounced(lease.name, tuple(groups), last, step, content)
+            self.outputs.append((lease.holder, chunk))
             self.note(lease.name, EventKind.ANNOUNCED, sum(len(each.pages) for each in groups), step)
 
     def _begins(self, lease: L) -> list[int]:

@@ -68,7 +68,30 @@ class HandoffNames:
         return AttemptName(*key, number)
 
 
-# --- from the decode side to its shell -------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Last known state of a worker whose pages this one pulls."""
+
+    up: bool
+    since: float
+    transport: str = ""
+    shares_gpu: bool = False
+    """Whether it runs on this node's GPU."""
+    grammars: bool = False
+    """Whether it can constrain output."""
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """A worker that is believed to hold the first `tokens` tokens of a prompt."""
+
+    address: str
+    incarnation: int
+    tokens: int
+
+
+# --- from the side that wants pages to its shell ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +107,17 @@ class StartPrefill:
     n: int
     remaining: float
     """Seconds."""
+    sources: tuple[PromptSource, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskCached:
+    """Asks for the pages of the prompt's longest beginning that the worker's prefix tree holds."""
+
+    address: str
+    name: AttemptName
+    token_ids: tuple[int, ...]
+    namespace: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +161,9 @@ class StopPull:
     pull: int
 
 
-FetchEffect = StartPrefill | CancelPrefill | ReleaseLease | Beat | StartPull | StopPull
+FetchEffect = StartPrefill | AskCached | CancelPrefill | ReleaseLease | Beat | StartPull | StopPull
 
-# --- from the prefill side to its shell, for the holder of the attempt -----------------------------------
+# --- from the side that lends pages to its shell, for the holder of the attempt ---------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +184,8 @@ class ChunkAnnounced:
     last: bool
     step: int = 0
     """The pages are final once this step has retired; 0: they are final now."""
+    content: bytes = b""
+    """Of lent pages of a prefix tree: kvcache.kv_events.content_digest of what it says that they hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from itertools import count as counter
 
 from baton.kvcache import kv_groups
 from baton.kvcache.block_table import BlockTable
+from baton.kvcache.kv_events import content_digest
 from baton.kvcache.kv_groups import NO_PAGE
 from baton.kvcache.page_allocator import (
     AccountingError,
@@ -98,6 +99,11 @@ class KvCacheManager:
         """By how many pages `hold` with these arguments, where so many rows are usable, would lower
         `available`; changes nothing."""
         return self._tree.unlocked_pages(tokens, rows, namespace, position)
+
+    def content(self, holding: BlockTable) -> bytes:
+        """kv_events.content_digest of the holding's pages in the tree, by what the tree says that they
+        hold."""
+        return content_digest(self.page_size, *self._tree.path_key(holding.node))
 
     def observe(self, observer: TreeObserver | None) -> None:
         """See PrefixTree.observe."""

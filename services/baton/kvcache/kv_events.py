@@ -12,6 +12,7 @@ from hashlib import blake2b
 from itertools import islice
 
 DIGEST_BYTES = 8
+CONTENT_BYTES = 32
 
 
 def root_digest(page_size: int, namespace: str) -> bytes:
@@ -23,11 +24,24 @@ def root_digest(page_size: int, namespace: str) -> bytes:
 def next_digest(previous: bytes, page: bytes) -> bytes:
     """Digest of the page that follows the one of digest `previous`. `page`: its tokens, as an array("I")
     has them."""
-    if sys.byteorder != "little":
-        swapped = array("I", page)
-        swapped.byteswap()
-        page = swapped.tobytes()
-    return blake2b(previous + page, digest_size=DIGEST_BYTES).digest()
+    return blake2b(previous + _little_endian(page), digest_size=DIGEST_BYTES).digest()
+
+
+def _little_endian(tokens: bytes) -> bytes:
+    """`tokens`: as an array("I") has them."""
+    if sys.byteorder == "little":
+        return tokens
+    swapped = array("I", tokens)
+    swapped.byteswap()
+    return swapped.tobytes()
+
+
+def content_digest(page_size: int, namespace: str, key: bytes) -> bytes:
+    """32 bytes that name the contents of whole pages: see ChunkReady.content. `key`: their tokens, as an
+    array("I") has them."""
+    name = namespace.encode("utf-8", "surrogatepass")
+    begin = page_size.to_bytes(4, "little") + len(name).to_bytes(4, "little") + name
+    return blake2b(begin + _little_endian(key), digest_size=CONTENT_BYTES).digest()
 
 
 def as_number(digest: bytes) -> int:

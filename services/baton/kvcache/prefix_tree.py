@@ -102,6 +102,12 @@ class PrefixTree:
         self._touch(node, hits=1)
         return node, rows
 
+    @staticmethod
+    def path_key(node: TreeNode) -> tuple[str, bytes]:
+        """Namespace and tokens, as `encode` has them, of the rows that lead to a node's end."""
+        *nodes, _ = node.path()
+        return (nodes[-1].child_key[0] if nodes else ""), b"".join(each.key for each in reversed(nodes))
+
     def match_length(self, tokens: TokenKey, namespace: str = "", max_rows: int | None = None) -> int:
         """Rows that `match` would find; changes nothing."""
         rows = self._descend(self._root, self.encode(tokens, max_rows), namespace)[2]

@@ -50,6 +50,8 @@ COUNTERS = {
     "output_tokens": "Tokens sampled.",
     "pulled_pages": "KV pages pulled.",
     "pulled_bytes": "Bytes of KV pages pulled.",
+    "borrowed_pages": "KV pages pulled out of other workers' prefix trees.",
+    "lent_pages": "KV pages lent to other workers.",
     "retractions": "Requests that lost their pages under memory pressure.",
     "finished": "Requests that finished.",
     "failed": "Requests that failed.",
@@ -65,6 +67,10 @@ COUNTERS = {
     "masks": "Masks of constrained rows computed.",
     "mask_us": "Microseconds that masks took.",
     "mask_wait_us": "Microseconds that the step thread computed masks, or waited for them.",
+}
+REASONS = {
+    "handoff_retry_reasons": "Hand-offs tried again, by reason.",
+    "borrow_failures": "Pulls out of other workers' prefix trees that failed, by reason.",
 }
 GAUGES = {
     "draining": "1 while draining.",
@@ -124,12 +130,11 @@ class LoadCollector(Collector):
             gauge.add_metric([self._role], unit * float(getattr(load, field_name)))
             yield gauge
         yield from self._ranks(load, ranks)
-        reasons = CounterMetricFamily(
-            "baton_handoff_retry_reasons", "Hand-offs tried again, by reason.", labels=["role", "reason"]
-        )
-        for reason, count in sorted(load.handoff_retry_reasons.items()):
-            reasons.add_metric([self._role, reason], float(count))
-        yield reasons
+        for name, text in REASONS.items():
+            reasons = CounterMetricFamily(f"baton_{name}", text, labels=["role", "reason"])
+            for reason, count in sorted(getattr(load, name).items()):
+                reasons.add_metric([self._role, reason], float(count))
+            yield reasons
         problems = GaugeMetricFamily(
             "baton_problems", "What is wrong, by reason; 1 each.", labels=["role", "reason"]
         )

@@ -28,6 +28,7 @@ from baton.sim.planting import Wrong, bug
 from baton.sim.planting import planted as planted
 from baton.sim.ranks import Collective, SimRanks
 from baton.sim.transport import SimPull as SimPull
+from baton.worker.decode.core import DecodeCore
 from baton.worker.prefill.core import PrefillCore
 from baton.worker.ranks.plan_codec import PlanDecoder, Table, Tables
 from baton.worker.ranks.runner import RankedRunner, RanksLost
@@ -126,7 +127,9 @@ def _(forget: Wrong, fetches: Fetches[Fetch], fetch: Fetch) -> None:
     seed=2145,
 )
 def _(begin: Wrong, pull: SimPull) -> None:
-    for known in pull._node.core.fetches.pulls.running.values():
+    core = pull._node.core
+    fetches = [core.fetches] if isinstance(core, DecodeCore) else []
+    for known in (p for f in (*fetches, core.sharing.borrower.fetches) for p in f.pulls.running.values()):
         if set(known.targets) == pull.targets and pull._pool is not None:
             known.generations = tuple(pull._pool.generations[source] for source, _ in pull._pairs)
     begin(pull)

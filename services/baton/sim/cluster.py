@@ -21,7 +21,7 @@ from baton.sim.process import SimProcess, Worker
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Actor, Trace, Violation, World
 from baton.v1 import prefill_pb2
-from baton.worker.decode.messages import request_for
+from baton.worker.handoff_messages import request_for
 from baton.worker.ranks.runner import RanksLost
 
 _LOOK_EVERY = 16
@@ -78,6 +78,11 @@ class SimCluster:
     def pulled_pages(self) -> int:
         decode = (process for process in self.processes.values() if isinstance(process, SimDecode))
         return sum(process.fetches.counters.pulled_pages for process in decode)
+
+    @property
+    def borrowed_pages(self) -> int:
+        workers = (process for process in self.processes.values() if isinstance(process, Worker))
+        return sum(worker.core.sharing.borrower.counters.pulled_pages for worker in workers)
 
     def _at_rest(self) -> bool:
         return self.world.now > self.scenario.calm and self.ledger.complete and not self._busy()
@@ -137,7 +142,7 @@ class SimCluster:
         elif fault.kind == "drain":
             process.drain()
             self.world.at(fault.seconds, self._fate, lambda: self._stop(process))
-        elif fault.kind == "pull" and isinstance(process, SimDecode):
+        elif fault.kind == "pull" and isinstance(process, Worker):
             process.pull_fails_after = fault.value
         elif fault.kind == "step" and isinstance(process, Worker):
             process.fail_next_read = bool(fault.value)
@@ -151,6 +156,8 @@ class SimCluster:
             process.stall_rank(fault.value, fault.seconds)
         elif fault.kind == "babble" and isinstance(process, SimPrefill):
             process.babbles_until = self.world.now + fault.seconds
+        elif fault.kind == "lie" and isinstance(process, Worker):
+            process.lending.lies_until = self.world.now + fault.seconds
         elif fault.kind == "squeeze" and isinstance(process, Worker):
             self._squeeze(process, fault)
         elif fault.kind == "stranger":

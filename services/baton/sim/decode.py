@@ -14,14 +14,13 @@ from baton.sim.network import Network, SimLink
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import Machine, Worker
 from baton.sim.streams import SimStreams, VirtualDecodeStream
-from baton.sim.tasks import sleep
-from baton.sim.transport import SimPull, SimReceiver
 from baton.sim.world import Violation
-from baton.v1 import common_pb2, decode_pb2
+from baton.v1 import decode_pb2
 from baton.worker.decode.core import DecodeCore, DecodeOutputs
-from baton.worker.decode.peers import PrefillPeer, PrefillPeers
+from baton.worker.decode.peers import PrefillPeers
 from baton.worker.decode.remote_prefill import Handoff
 from baton.worker.decode.shell import DecodeShell
+from baton.worker.peers import PagePeer
 
 
 class CheckedStream(VirtualDecodeStream):
@@ -69,10 +68,6 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
         self, network: Network, name: str, life: int, config: DecodeConfig, machine: Machine
     ) -> None:
         super().__init__(network, name, life, config, machine)
-        self.pull_fails_after: int | None = None
-        """The next pull breaks after this many pieces."""
-        self.pulls: list[SimPull] = []
-        """Running ones."""
         self.streams = SimStreams(self, self.world, self.loop)
         self.peers = PrefillPeers(self, config)
         self.start_steps()
@@ -84,7 +79,8 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
     @property
     def busy(self) -> str:
         held = (self.core.requests, len(self.fetches.running), len(self.fetches.pulls), len(self.flights))
-        return "{} requests, {} hand-offs, {} pulls, {} steps".format(*held) if any(held) else ""
+        text = "{} requests, {} hand-offs, {} pulls, {} steps, {} lent, {} borrowed, {} borrowing"
+        return text.format(*held, *self.shared) if any((*held, *self.shared)) else ""
 
     def partner(self, address: str) -> SimPrefill | None:
         """The process that this one is connected to there."""
@@ -98,19 +94,6 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
         running = self.fetches.pulls.running
         return [number for number, pull in running.items() if set(pull.targets) in waiting]
 
-    def check(self) -> None:
-        super().check()
-        for pull in self.pulls:
-            for flight in self.flights:
-                for row in flight.plan.rows:
-                    first = row.start // self.pool.page_size
-                    last = (row.start + row.count - 1) // self.pool.page_size
-                    for table in row.tables:
-                        both = pull.targets.intersection(table[first : last + 1])
-                        if both:
-                            text = f"a step and a pull of {self.who} both write {sorted(both)}"
-                            raise Violation(f"writer: {text}")
-
     def make_drafter(self) -> Drafter | None:
         if self.config.draft == "off":
             return None
@@ -123,13 +106,8 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
     def make_stream(self, incarnation: int) -> CheckedStream:
         return CheckedStream(incarnation, self.config.message_seconds, self.who)
 
-    def make_link(self, address: str, peer: PrefillPeer) -> SimLink:
+    def make_link(self, address: str, peer: PagePeer) -> SimLink:
         return self.link(address, peer.hello, peer.received, peer.welcomed, peer.lost)
-
-    async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> SimReceiver:
-        await sleep(self.world, self.loop, self.world.rng(f"open {self.name}").uniform(0.0, 0.02))
-        path = endpoints[0].shm.path
-        return SimReceiver(self, address, self.network.segments[path] if path else None)
 
     def _deliver(self, step: int, outputs: DecodeOutputs, effects: Sequence[FetchEffect]) -> None:
         if self.world.traced:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 FAULTS = ("crash", "stall", "cut", "drop", "slow", "pull", "step", "drain", "squeeze", "stranger")
-"""Drawn a few kinds at a time; "hang", "babble" and those of ranks apart from them."""
+"""Drawn a few kinds at a time; "hang", "babble", "lie" and those of ranks apart from them."""
 
 
 @dataclass(frozen=True, slots=True)

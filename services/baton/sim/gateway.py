@@ -3,12 +3,15 @@ that the scenario draws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.config import GatewayConfig
+from baton.gateway.cache_view import PromptPages
+from baton.gateway.prompts import GatewaySession
 from baton.gateway.request import GatewayRequest
 from baton.gateway.request_log import EndedRequest
+from baton.gateway.routing import RequestRouting
 from baton.gateway.shell import RunningRequest
 from baton.rpc.errors import BatonError, from_status, unavailable
 from baton.sim.checks import Ledger, text_of
@@ -20,14 +23,36 @@ from baton.sim.tasks import sleep
 from baton.sim.virtual_gateway import VirtualGateway, VirtualTimer, VirtualTokenizer
 from baton.sim.world import Violation
 from baton.tokenizer.vocabulary import Vocabulary
-from baton.v1 import decode_pb2, inference_pb2, node_pb2
+from baton.v1 import common_pb2, decode_pb2, inference_pb2, node_pb2
 from baton.worker.convert import prompt_logprobs_from
-from baton.worker.decode.messages import sampling_to
+from baton.worker.handoff_messages import sampling_to
 
 BOUND_SECONDS = 0.5
 """How much later than its deadline a request may end, while its gateway runs."""
 _WORDS = [text_of([token]).encode() for token in range(VOCAB)]
 VOCABULARY = Vocabulary(_WORDS, _WORDS, frozenset(), byte_fallback=False, size=VOCAB)
+
+
+class GuessedSources(RequestRouting):
+    """Views of caches are not simulated: any worker may be said to hold any part of a prompt."""
+
+    def __init__(self, gateway: SimGateway, number: int, tokens: Sequence[int], namespace: str) -> None:
+        super().__init__(gateway.router, number, PromptPages(tokens, namespace))
+        self._gateway = gateway
+        self._tokens = len(tokens)
+
+    def sources(self, decode: str, prefill: Sequence[str]) -> list[common_pb2.PromptSource]:
+        gateway, rng = self._gateway, self._gateway.world.rng(f"sources {self._gateway.name}")
+        found = []
+        for address in gateway.workers if gateway.names_sources else ():
+            host = gateway.network.host(address)
+            if isinstance(host, Worker) and rng.random() < 0.6:
+                incarnation = host.incarnation if rng.random() < 0.9 else 1
+                tokens = rng.randrange(1, self._tokens + 4)
+                source = common_pb2.PromptSource(address=address, incarnation=incarnation, tokens=tokens)
+                found.append(source)
+        rng.shuffle(found)
+        return found
 
 
 class SimGateway(SimProcess, VirtualGateway):
@@ -59,6 +84,8 @@ class SimGateway(SimProcess, VirtualGateway):
         )
         VirtualGateway.__init__(self, self.world, self.loop, self.who, config, tokenizer)
         self._ledger = ledger
+        self.workers = (*decode, *prefill)
+        self.names_sources = settings.sources
         self._requests: dict[int, GatewayRequest] = {}
         """By the number in the scenario, until they have ended."""
         for role, addresses in (("decode", decode), ("prefill", prefill)):
@@ -124,6 +151,12 @@ class SimGateway(SimProcess, VirtualGateway):
         received += sum(each.log.output_tokens for each in self._running)
         if counted != received:
             raise Violation(f"count: {self.who} has counted {counted} tokens and received {received}")
+
+    def routing(
+        self, number: int, tokens: Sequence[int], namespace: str, session: GatewaySession | None
+    ) -> RequestRouting:
+        super().routing(number, tokens, namespace, session)
+        return GuessedSources(self, number, tokens, namespace)
 
     # --- what clients ask -------------------------------------------------------------------------------
 

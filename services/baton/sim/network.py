@@ -44,6 +44,8 @@ class Endpoint:
         self.owner = owner
         self.peer_name = peer_name
         self.open = True
+        self.method = ""
+        """Which of the server's methods is called; empty: the role's own."""
         self.on_message: Callable[[Any], None] = lambda message: None
         self.on_end: Callable[[str], None] = lambda reason: None
         self.peer: Endpoint | None = None
@@ -151,13 +153,13 @@ class Network:
     def is_slow(self, a: str, b: str) -> bool:
         return frozenset((a, b)) in self._slow
 
-    def connect(self, client: Host, address: str) -> Endpoint | None:
+    def connect(self, client: Host, address: str, method: str = "") -> Endpoint | None:
         """The client's end of a new stream, or None when nobody answers there now."""
         server = self._hosts.get(address)
         if server is None or self.is_cut(client.name, address):
             return None
         near, far = Endpoint(self, client, address), Endpoint(self, server, client.name)
-        near.peer, far.peer = far, near
+        near.peer, far.peer, far.method = far, near, method
         self._endpoints += (near, far)
         server.accept(far)
         return near
@@ -237,8 +239,10 @@ class SimLink:
         on_message: Callable[[Any], None],
         on_up: Callable[[Any], None],
         on_down: Callable[[BatonError], None],
+        method: str = "",
     ) -> None:
         self.address = address
+        self._method = method
         self.connected = False
         self.last_error: BatonError | None = None
         self._network = network
@@ -275,7 +279,7 @@ class SimLink:
         raise AssertionError("simulated processes end by a crash")
 
     def _connect(self) -> None:
-        endpoint = self._endpoint = self._network.connect(self._owner, self.address)
+        endpoint = self._endpoint = self._network.connect(self._owner, self.address, self._method)
         if endpoint is None:
             self._lost("nobody answers")
             return

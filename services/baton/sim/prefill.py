@@ -10,9 +10,9 @@ from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, Le
 from baton.sim.network import Host, Network
 from baton.sim.process import Machine, Worker
 from baton.sim.streams import SimStreams, VirtualPrefillStream
-from baton.v1 import common_pb2
-from baton.worker.prefill.core import PrefillCore, PrefillOutputs
+from baton.worker.prefill.core import PrefillCore
 from baton.worker.prefill.shell import PrefillShell
+from baton.worker.sources.sharing import LeaseOutputs
 
 
 class SimPrefill(PrefillShell, Worker[PrefillCore]):
@@ -23,7 +23,6 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
     ) -> None:
         super().__init__(network, name, life, config, machine)
         self.streams = SimStreams(self, self.world, self.loop)
-        network.segments[self.who] = self.pool
         self.babbles_until = 0.0
         """Until then it sends messages early, late, twice, wrong, and in the name of others."""
         self._babble = self.world.rng(f"babble {name}")
@@ -32,8 +31,9 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
     @property
     def busy(self) -> str:
         """What it still holds, for messages; empty: nothing."""
-        held = (self.core.requests, len(self.flights), len(self.steps.pipeline.inbox))
-        return "{} attempts, {} steps, {} calls".format(*held) if any(held) else ""
+        held = (self.core.requests, len(self.flights), len(self.steps.pipeline.inbox), *self.shared)
+        text = "{} attempts, {} steps, {} calls, {} lent, {} borrowed, {} borrowing"
+        return text.format(*held) if any(held) else ""
 
     def under_way(self) -> list[tuple[AttemptName, Host]]:
         """Attempts that have not ended, and the hosts at the other ends of their open streams."""
@@ -50,20 +50,15 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
     def make_stream(self, incarnation: int) -> VirtualPrefillStream:
         return VirtualPrefillStream(incarnation)
 
-    def endpoints(self) -> list[common_pb2.Endpoint]:
-        if "shm" in self.config.transports:
-            return [common_pb2.Endpoint(shm=common_pb2.ShmEndpoint(path=self.who))]
-        return [common_pb2.Endpoint(grpc=common_pb2.GrpcEndpoint())]
-
     def retire(self, step: int) -> None:
         self.pool.retire(step)
 
-    def _deliver(self, outputs: PrefillOutputs) -> None:
+    def _deliver(self, outputs: LeaseOutputs) -> None:
         if self.world.now < self.babbles_until:
             outputs = {holder: list(self._garbled(holder, sent)) for holder, sent in outputs.items()}
         self._send(outputs)
 
-    def _send(self, outputs: PrefillOutputs) -> None:
+    def _send(self, outputs: LeaseOutputs) -> None:
         if self.world.traced:
             for sent in outputs.values():
                 for output in sent:

@@ -24,14 +24,20 @@ from baton.sim.model import ONE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRun
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.ranks import SimRanks
 from baton.sim.scheduler_rules import check_scheduler
-from baton.sim.streams import SimStreams
-from baton.sim.tasks import Task
+from baton.sim.streams import SimStreams, VirtualPrefillStream
+from baton.sim.tasks import Task, sleep
+from baton.sim.transport import SimPull, SimReceiver
 from baton.sim.world import Actor, Violation, World
 from baton.tracing.recorder import Recorder
-from baton.v1 import common_pb2, node_pb2
+from baton.v1 import common_pb2, node_pb2, prefill_pb2
+from baton.worker.lease_stream import LeaseStream
+from baton.worker.peers import PagePeer
 from baton.worker.ranks.runner import RankedRunner, RanksLost
 from baton.worker.shell import LOST_SECONDS, C, WorkerShell
+from baton.worker.sources.shell import CacheLending, SourcePeers
 
+LEND = "lend"
+"""The method Cache.Lend."""
 HOP_SECONDS = 0.0001
 """From one thread of a process to another; the same always, so that calls keep their order."""
 
@@ -96,8 +102,10 @@ class SimProcess:
         on_message: Callable[[Any], None],
         on_up: Callable[[Any], None],
         on_down: Callable[[BatonError], None],
+        method: str = "",
     ) -> SimLink:
-        link = self.links[address] = SimLink(self.network, self, address, hello, on_message, on_up, on_down)
+        link = SimLink(self.network, self, address, hello, on_message, on_up, on_down, method)
+        self.links[f"{method} {address}".strip()] = link
         return link
 
 
@@ -120,12 +128,37 @@ class Machine:
     """Time limit of a collective."""
 
 
+class SimLending(CacheLending):
+    """While it lies, what it lends is now and then of other tokens than those asked for."""
+
+    def __init__(self, worker: Worker[Any]) -> None:
+        super().__init__(worker, VirtualPrefillStream)
+        self.lies_until = 0.0
+        self._worker = worker
+        self._asked: list[prefill_pb2.CachedPrompt] = []
+
+    def handle_command(self, request: prefill_pb2.PrefillRequest, stream: LeaseStream) -> None:
+        if request.WhichOneof("kind") == "cached":
+            self._asked.append(request.cached)
+            world = self._worker.world
+            rng = world.rng(f"lies {self._worker.name}")
+            if world.now < self.lies_until and rng.random() < 0.7:
+                other, lie = rng.choice(self._asked), prefill_pb2.CachedPrompt()
+                lie.CopyFrom(request.cached)
+                del lie.token_ids[:]
+                lie.token_ids.extend(other.token_ids)
+                lie.namespace = other.namespace
+                request = prefill_pb2.PrefillRequest(cached=lie)
+        super().handle_command(request, stream)
+
+
 class Worker(SimProcess, WorkerShell[C]):
     """A process with a KV pool and a device. Steps run on the device one after the other."""
 
     core: C
     steps: StepDriver[C]
     streams: SimStreams
+    lending: SimLending
 
     def __init__(
         self, network: Network, name: str, life: int, config: WorkerConfig, machine: Machine
@@ -155,6 +188,13 @@ class Worker(SimProcess, WorkerShell[C]):
         self.fail_next_read = False
         self.hangs_until = 0.0
         """Until then the device may do nothing at all."""
+        self.pull_fails_after: int | None = None
+        """The next pull breaks after this many pieces."""
+        self.pulls: list[SimPull] = []
+        """Running ones."""
+        self.lending, self.sources = SimLending(self), SourcePeers(self)
+        self._borrowers = SimStreams(self.lending, self.world, self.loop)
+        network.segments[self.who] = self.pool
         self._device_free = 0.0
         self._device_rng = self.world.rng(f"device {name}")
 
@@ -230,10 +270,27 @@ class Worker(SimProcess, WorkerShell[C]):
         done(SimGrammar())
 
     def endpoints(self) -> list[common_pb2.Endpoint]:
-        return []
+        if "shm" in self.config.transports:
+            return [common_pb2.Endpoint(shm=common_pb2.ShmEndpoint(path=self.who))]
+        return [common_pb2.Endpoint(grpc=common_pb2.GrpcEndpoint())]
+
+    async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> SimReceiver:
+        await sleep(self.world, self.loop, self.world.rng(f"open {self.name}").uniform(0.0, 0.02))
+        path = endpoints[0].shm.path
+        return SimReceiver(self, address, self.network.segments[path] if path else None)
+
+    def make_source_link(self, address: str, peer: PagePeer) -> SimLink:
+        return self.link(address, peer.hello, peer.received, peer.welcomed, peer.lost, LEND)
 
     def accept(self, endpoint: Endpoint) -> None:
-        self.streams.accept(endpoint)
+        (self._borrowers if endpoint.method == LEND else self.streams).accept(endpoint)
+
+    @property
+    def shared(self) -> tuple[int, int, int]:
+        """How many leases it has lent, and how many fetches and pulls of cached pages run."""
+        sharing = self.core.sharing
+        fetches = sharing.borrower.fetches
+        return len(sharing.lender.leases.running), len(fetches.running), len(fetches.pulls)
 
     def start_steps(self) -> None:
         rng = self.world.rng(f"steps {self.name}")
@@ -329,6 +386,16 @@ class Worker(SimProcess, WorkerShell[C]):
                 cached = (page for table in tables for page in table if page in namespaces)
                 if any(namespaces[page] != request.namespace for page in cached):
                     raise Violation(f"namespaces: {self.who} uses pages of another one for {request.key}")
+        for pull in self.pulls:
+            for flight in self.flights:
+                for row in flight.plan.rows:
+                    first = row.start // self.pool.page_size
+                    last = (row.start + row.count - 1) // self.pool.page_size
+                    for table in row.tables:
+                        both = pull.targets.intersection(table[first : last + 1])
+                        if both:
+                            text = f"a step and a pull of {self.who} both write {sorted(both)}"
+                            raise Violation(f"writer: {text}")
         slots = self.scheduler.slots
         size = self.pool.page_size
         for flight in self.flights:

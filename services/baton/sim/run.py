@@ -36,6 +36,8 @@ class Outcome:
     """Times that a request with output went on at another decode node."""
     pulled_pages: int = 0
     """Pages of prompts computed at prefill nodes, by the decode nodes that are there at the end."""
+    borrowed_pages: int = 0
+    """Pages out of other workers' prefix trees, by the workers that are there at the end."""
     rule: str = ""
     """The rule that was broken, in a word or two; empty: none."""
     failure: str = ""
@@ -81,6 +83,7 @@ def run_scenario(scenario: Scenario, max_steps: int | None = None, trace: Trace 
         ledger.outcomes,
         ledger.resumed,
         cluster.pulled_pages,
+        cluster.borrowed_pages,
         rule,
         failure,
     )

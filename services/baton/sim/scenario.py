@@ -57,6 +57,8 @@ class GatewaySettings:
     """Tokens that a client has not read, with which its request pauses."""
     slow_reader: float = 30.0
     """Seconds of a pause after which the request fails."""
+    sources: bool = False
+    """Workers are named that may lend pages of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,11 @@ def make_scenario(seed: int) -> Scenario:
     faults = () if quiet else _in_order([*draw_faults(rng, tight, *names), *apart])
     latency = rng.choice((0.0005, 0.003, 0.02))
     gateway = _gateway(random.Random(f"gateway {seed}"))
+    sources = random.Random(f"sources {seed}")
+    prefill, decode, gateway, lies = _sources(sources, prefill, decode, gateway)
+    if gateway.sources:
+        requests = _turns(sources, requests, room, windows)
+    faults = _in_order([*faults, *lies]) if not quiet else faults
     requests, faults = _poison(random.Random(f"poison {seed}"), requests, faults)
     scenario = Scenario(seed, windows, latency, gateways, gateway, prefill, decode, requests, faults)
     probes = tuple(
@@ -338,6 +345,53 @@ def _ranks(
         for _ in range(rng.choice((0, 0, 1, 3, 6)) if several else 0)
     ]
     return prefill, decode, faults
+
+
+def _sources(
+    rng: random.Random,
+    prefill: tuple[tuple[PrefillConfig, Machine], ...],
+    decode: tuple[tuple[DecodeConfig, Machine], ...],
+    gateway: GatewaySettings,
+) -> tuple[
+    tuple[tuple[PrefillConfig, Machine], ...],
+    tuple[tuple[DecodeConfig, Machine], ...],
+    GatewaySettings,
+    list[Fault],
+]:
+    """In every second deployment workers pull each other's cached pages, by any transport and at any pace; in
+    some of these, workers lend pages of other prompts."""
+    if rng.random() < 0.5:
+        return prefill, decode, gateway, []
+    pace = rng.choice((0.0002, 0.002, 0.02, 0.1))
+    prefill = tuple((config, replace(machine, pull_pace=pace)) for config, machine in prefill)
+    decode = tuple(
+        (replace(config, transports=rng.choice((("shm",), ("grpc",)))), machine) for config, machine in decode
+    )
+    names = [f"p{i}" for i in range(len(prefill))] + [f"d{i}" for i in range(len(decode))]
+    lies = [
+        Fault(rng.uniform(0.9, 4.0), "lie", rng.choice(names), "", rng.choice((1.0, 4.0)))
+        for _ in range(rng.choice((0, 0, 2)))
+    ]
+    return prefill, decode, replace(gateway, sources=True), lies
+
+
+def _turns(
+    rng: random.Random, requests: tuple[RequestSpec, ...], room: int, windows: Windows
+) -> tuple[RequestSpec, ...]:
+    """Many requests are the next turn of an earlier one."""
+    found: list[RequestSpec] = []
+    for spec in requests:
+        if found and not spec.stop and rng.random() < 0.6:
+            before = rng.choice(found)
+            params = before.params
+            output: tuple[int, ...] = ()
+            if params.grammar is None and not params.penalized:
+                output = reference(before.prompt, params.seed, params.max_tokens, windows=windows)
+            more = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9)))
+            prompt = (*before.prompt, *output, *more)[: room - spec.params.max_tokens]
+            spec = replace(spec, prompt=prompt, namespace=before.namespace)
+        found.append(spec)
+    return tuple(found)
 
 
 def _expiries(

@@ -11,7 +11,7 @@ from baton.sim.network import Endpoint
 from baton.sim.world import Actor, World
 from baton.worker.caller_stream import CallerStream, Service
 from baton.worker.decode.stream import DecodeStream
-from baton.worker.prefill.shell import PrefillStream
+from baton.worker.lease_stream import LeaseStream
 
 WriteEvent = Callable[[Any], object]
 
@@ -57,7 +57,7 @@ class VirtualDecodeStream(VirtualStream, DecodeStream):
     pass
 
 
-class VirtualPrefillStream(VirtualStream, PrefillStream):
+class VirtualPrefillStream(VirtualStream, LeaseStream):
     pass
 
 

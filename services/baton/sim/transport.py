@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from baton.kvcache.page_allocator import PageState
 from baton.sim.model import SimPool
-from baton.sim.process import Worker
 from baton.sim.tasks import Future
 from baton.sim.world import Violation
 from baton.transport.base import TransportError, ignore_time
 
 if TYPE_CHECKING:
-    from baton.sim.decode import SimDecode
+    from baton.sim.process import Worker
 
 PAUSE_SECONDS = 2.0
 """A pull by asking fails after so long without a byte."""
@@ -39,7 +38,7 @@ class SimReceiver:
 
     kind = "sim"
 
-    def __init__(self, node: SimDecode, address: str, pool: SimPool | None) -> None:
+    def __init__(self, node: Worker[Any], address: str, pool: SimPool | None) -> None:
         """`pool`: shared; None: pages are asked for."""
         self._node = node
         self._address = address
@@ -52,8 +51,8 @@ class SimReceiver:
         self, pairs: Sequence[tuple[int, int]], step: int = 0, copied: Callable[[float], None] = ignore_time
     ) -> None:
         node = self._node
-        host = node.network.host(self._address)
-        server = host if isinstance(host, Worker) and self._pool is None else None
+        host: Any = node.network.host(self._address)
+        server = host if hasattr(host, "pool") and self._pool is None else None
         if self._pool is None and server is None:
             raise TransportError(f"nobody answers at {self._address}")
         pull = SimPull(node, pairs, step, self.lane, self._pool, server, copied)
@@ -79,7 +78,7 @@ class SimPull:
 
     def __init__(
         self,
-        node: SimDecode,
+        node: Worker[Any],
         pairs: Sequence[tuple[int, int]],
         step: int,
         lane: list[SimPull],

@@ -24,12 +24,14 @@ from baton.tracing.recorder import Recorder
 from baton.transport.base import ignore_time
 from baton.v1 import cache_pb2, common_pb2, node_pb2
 from baton.worker.decode.core import DecodeCore
-from baton.worker.decode.peers import PrefillPeer, PrefillPeers
+from baton.worker.decode.peers import PrefillPeers
 from baton.worker.decode.shell import DecodeShell
 from baton.worker.load import add_step_cost, cache_updates, snapshot
+from baton.worker.peers import PagePeer
 from baton.worker.prefill.core import PrefillCore
 from baton.worker.prefill.shell import PrefillShell
 from baton.worker.shell import C, WorkerShell
+from baton.worker.sources.shell import CacheLending, SourcePeers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class SizingNode(WorkerShell[C]):
         )
         self.most_pages = 0
         """Held by requests at any moment; cached ones that nobody uses are not counted."""
+        # Never used: nodes of one incarnation do not name each other as sources.
+        self.lending, self.sources = CacheLending(self, VirtualPrefillStream), SourcePeers(self)
         self.core = self.core_or_none = self.make_core(self.cache)
         self.core.step_stats.calibration = CostCalibration(profile.step)
         self.steps = StepDriver(
@@ -244,7 +248,7 @@ class SizingDecode(DecodeShell, SizingNode[DecodeCore]):
     def make_stream(self, incarnation: int) -> VirtualDecodeStream:
         return VirtualDecodeStream(incarnation, self.config.message_seconds)
 
-    def make_link(self, address: str, peer: PrefillPeer) -> DirectLink:
+    def make_link(self, address: str, peer: PagePeer) -> DirectLink:
         hop, server = self.profile.host.hop, self._prefill[address]
         return DirectLink(self.world, self.actor, server, hop, peer.hello, peer.received, peer.welcomed)
 

@@ -1,17 +1,20 @@
-"""Serves Cache.Watch, a worker's prefix tree and load: the shell around kvcache.kv_events."""
+"""Serves Cache: a worker's prefix tree and load, watched (the shell around kvcache.kv_events) and lent
+(worker.sources)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from baton.kvcache.kv_events import TreeEvents, TreeLog
 from baton.rpc.errors import BatonError, abort, exhausted, unavailable
 from baton.rpc.tasks import wait_at_most
-from baton.v1 import cache_pb2, cache_pb2_grpc
+from baton.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2
+from baton.worker.caller_stream import CallerStreams
+from baton.worker.lease_stream import LeaseStream
 from baton.worker.load import cache_updates
 
 if TYPE_CHECKING:
@@ -31,8 +34,9 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     """Follows the tree while somebody watches. Lives on the event loop; the step thread only notes what
     happens, and digests are computed here."""
 
-    def __init__(self, node: WorkerNode[Any]) -> None:
+    def __init__(self, node: WorkerNode[Any], borrowers: CallerStreams[LeaseStream]) -> None:
         self._node = node
+        self._borrowers = borrowers
         self._log: TreeLog | None = None
         self._events: TreeEvents | None = None
         """None: the tree is not followed."""
@@ -62,6 +66,11 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
             raise unavailable("the node is stopping", "STOPPING")
         except BatonError as error:
             await abort(context, error)
+
+    async def Lend(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        async with aclosing(self._borrowers.serve(request_iterator, context, "Cache.Lend")) as messages:
+            async for message in messages:
+                yield message
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.step_loop import Core
 from baton.engine.step_stats import StepStats
 from baton.handoff.messages import FetchEffect
+from baton.worker.sources.sharing import CacheSharing, SharingShell
 
 Outputs = TypeVar("Outputs", contravariant=True)
 """What a role's core has to say to its callers."""
@@ -19,6 +20,9 @@ class WorkerCore(Core, Protocol):
 
     @property
     def scheduler(self) -> Scheduler: ...
+
+    @property
+    def sharing(self) -> CacheSharing: ...
 
     @property
     def requests(self) -> int: ...
@@ -33,7 +37,7 @@ class WorkerCore(Core, Protocol):
         """Sends callers the failures of requests that may have ended the process."""
 
 
-class CoreShell(Protocol[Outputs]):
+class CoreShell(SharingShell, Protocol[Outputs]):
     """What a core asks of its shell. Called in the step thread; must not block."""
 
     def send(self, step: int, outputs: Outputs, effects: Sequence[FetchEffect]) -> None:

@@ -14,6 +14,7 @@ from baton.v1 import cache_pb2, node_pb2
 
 if TYPE_CHECKING:
     from baton.worker.engine import Engine
+    from baton.worker.sources.sharing import CacheSharing
 
 STORED_PER_UPDATE = 2**17
 """Digests of eight bytes."""
@@ -53,6 +54,12 @@ def add_step_cost(load: node_pb2.Load, stats: StepStats) -> None:
     load.prompt_tokens_per_second = int(stats.prompt_rate.value)
     if stats.calibration is not None:
         load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(stats.calibration.cost)))
+
+
+def add_sharing(load: node_pb2.Load, sharing: CacheSharing) -> None:
+    counters = sharing.borrower.counters
+    load.borrowed_pages, load.lent_pages = counters.pulled_pages, sharing.lender.lent_pages
+    load.borrow_failures.update(dict(counters.retries))  # copied in one call: see decode.shell
 
 
 def page_map_message(found: PageMap) -> node_pb2.PageMap:

@@ -34,11 +34,14 @@ from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.embedder import Embedder
 from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, step_limits
-from baton.worker.load import add_grammars, add_step_cost, page_map_message, snapshot
+from baton.worker.lease_stream import LeaseStream
+from baton.worker.load import add_grammars, add_sharing, add_step_cost, page_map_message, snapshot
 from baton.worker.memory import keep_freed_memory
 from baton.worker.model import device_of, use_device
+from baton.worker.peers import PageLink, PagePeer
 from baton.worker.ranks.runner import RanksLost
 from baton.worker.shell import LOST_SECONDS, C, WorkerShell
+from baton.worker.sources.shell import CacheLending, SourcePeers, source_link
 
 _log = get_logger()
 
@@ -84,7 +87,9 @@ class WorkerNode(WorkerShell[C]):
         self._load = node_pb2.Load()
         self.observed = 0.0
         """When the last snapshot of the load was taken, on the monotonic clock."""
-        self._cache_service = CacheServicer(self)
+        self.lending, self.sources = CacheLending(self, LeaseStream), SourcePeers(self)
+        self._borrowers = CallerStreams(self.lending, self.tasks)
+        self._cache_service = CacheServicer(self, self._borrowers)
         self._page_source: _LatePageSource | None = None
         self._stopping = threading.Event()
         self._registration: Registration | None = None
@@ -158,6 +163,8 @@ class WorkerNode(WorkerShell[C]):
     async def stop(self) -> None:
         self._stopping.set()
         self._cache_service.close()
+        self._borrowers.close(unavailable("the node is stopping", "STOPPING"))
+        await self.sources.close()
         if self._registration is not None:
             await self._registration.close()
         if self.core_or_none is not None:
@@ -170,6 +177,7 @@ class WorkerNode(WorkerShell[C]):
         while True:
             if self.stuck():
                 self.streams.close(self.stuck_error())
+                self._borrowers.close(self.stuck_error())
             await asyncio.sleep(WATCH_SECONDS)
 
     def _crashed(self, error: BaseException) -> None:
@@ -226,15 +234,16 @@ class WorkerNode(WorkerShell[C]):
 
     # --- what the roles use -----------------------------------------------------------------------------
 
-    def serve_cache(self, server: grpc.aio.Server) -> str:
-        """Registers Cache; returns its full name."""
+    def serve_pages(self, server: grpc.aio.Server) -> list[str]:
+        """Registers Cache and PageSource, which answers once the pool exists; returns their full names."""
         cache_pb2_grpc.add_CacheServicer_to_server(self._cache_service, server)
-        return cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name
-
-    def serve_pages(self, server: grpc.aio.Server) -> None:
-        """Registers PageSource; it answers once the pool exists."""
         self._page_source = _LatePageSource()
         prefill_pb2_grpc.add_PageSourceServicer_to_server(self._page_source, server)
+        services = {**prefill_pb2.DESCRIPTOR.services_by_name, **cache_pb2.DESCRIPTOR.services_by_name}
+        return [services[name].full_name for name in ("PageSource", "Cache")]
+
+    def make_source_link(self, address: str, peer: PagePeer) -> PageLink:
+        return source_link(address, peer, self.cluster.dial)
 
     def clock(self) -> float:
         return time.monotonic()
@@ -312,6 +321,7 @@ class WorkerNode(WorkerShell[C]):
         if self.core_or_none is not None:
             load.step_age_ms = int(1000 * self.steps.step_age)
             add_step_cost(load, self.core_or_none.step_stats)
+            add_sharing(load, self.core_or_none.sharing)
             load.problems.extend(self.problems(load))
             add_grammars(load, self.engine)
             self.engine.ranks.add_plans(load)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from baton.config import WorkerConfig
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
+from baton.handoff.messages import FetchEffect
 from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, unavailable
 from baton.tracing.recorder import Recorder
 from baton.transport import Receiver
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.core import WorkerCore
+
+if TYPE_CHECKING:
+    from baton.worker.peers import PageLink, PagePeer
+    from baton.worker.sources.sharing import LeaseOutputs
+    from baton.worker.sources.shell import CacheLending, SourcePeers
 
 LOST_SECONDS = 1.0
 """How long the step thread of rank 0 has to notice by itself that another rank has ended."""
@@ -55,6 +61,8 @@ class WorkerShell(Generic[C]):
     """None until the engine has been built."""
     streams: Streams
     recorder: Recorder
+    lending: CacheLending
+    sources: SourcePeers
 
     def clock(self) -> float:
         """Monotonic seconds."""
@@ -89,6 +97,18 @@ class WorkerShell(Generic[C]):
     def requests(self) -> int:
         """How many requests the node holds in any state."""
         return self.core_or_none.requests if self.core_or_none is not None else 0
+
+    def make_source_link(self, address: str, peer: PagePeer) -> PageLink:
+        """A stream of Cache.Lend, not yet started."""
+        raise NotImplementedError
+
+    def share(self, lent: LeaseOutputs, effects: Sequence[FetchEffect]) -> None:
+        """Called in the step thread: sends what borrowers are told and what sources are asked."""
+        self.post(self._share, lent, effects)
+
+    def _share(self, lent: LeaseOutputs, effects: Sequence[FetchEffect]) -> None:
+        self.lending.deliver(lent)
+        self.sources.perform(effects)
 
     def retire(self, step: int) -> None:
         """Called in the step thread: tells receivers that see this node's memory of a retired step."""

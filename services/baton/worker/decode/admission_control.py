@@ -96,13 +96,14 @@ class AdmissionControl:
         """Predicted seconds that a new request would wait for a row."""
         self._scheduler = scheduler
         self._next = 0.0
-        self._blocked = False
+        self.blocked = False
+        """Whether requests waited for rows or pages at the last plan."""
 
     def arrived(self) -> None:
         self._next = 0.0
 
     def planned(self, step: Step | None, now: float) -> None:
-        self._blocked = bool(self._waiting())
+        self.blocked = bool(self._waiting())
         if step is not None:
             self.step_stats.planned(step, now)
 
@@ -124,8 +125,8 @@ class AdmissionControl:
         scheduler = self._scheduler
         admitted = [*scheduler.running, *scheduler.prompts, *scheduler.handoffs]
         # If pages are short, no more sequences can run than do now.
-        free = 0 if self._blocked else scheduler.slots.free
-        rows = scheduler.slots.in_use if self._blocked else scheduler.slots.count
+        free = 0 if self.blocked else scheduler.slots.free
+        rows = scheduler.slots.in_use if self.blocked else scheduler.slots.count
         rates = Rates(self.step_stats.step.value, self.first_token.value, self.output.value)
         found = forecast(self._waiting(), admitted, rows, free, rates, now)
         self.wait = found.wait

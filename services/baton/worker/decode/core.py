@@ -26,7 +26,7 @@ from baton.engine.step_builder import Step
 from baton.engine.step_stats import StepStats
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
 from baton.handoff.fetch import Fetches
-from baton.handoff.messages import PrefillOutput, ReleaseLease
+from baton.handoff.messages import PrefillOutput, PromptSource, ReleaseLease
 from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import TOKENS_EVERY, EventKind, Recorder
@@ -48,6 +48,7 @@ from baton.worker.decode.types import (
     PromptOutput,
     TokensOutput,
 )
+from baton.worker.sources.sharing import CacheSharing
 
 DecodeOutputs = list[tuple[Hashable, DecodeOutput]]
 """Outputs with their callers."""
@@ -73,6 +74,7 @@ class DecodeCore:
     fetches: Fetches[Handoff] = field(init=False)
     routing: PromptRouting = field(init=False)
     suspects: SuspectTurns = field(init=False)
+    sharing: CacheSharing = field(init=False)
     _outputs: DecodeOutputs = field(default_factory=list)
     _admitted: DecodeOutputs = field(default_factory=list)
     """Apart from the outputs: no launch waits for them (`pressing`)."""
@@ -95,6 +97,8 @@ class DecodeCore:
         self.fetches = self.handoffs.fetches
         self.routing = PromptRouting(self.config, self.peers, self.unfinished, self.scheduler, self.handoffs)
         self.overload = AdmissionControl(self.scheduler)
+        stats, pull_seconds = (lambda: self.step_stats), self.config.pull_seconds
+        self.sharing = CacheSharing(self.scheduler, stats, self.recorder, pull_seconds=pull_seconds)
         self.suspects = SuspectTurns(lambda *turn: self._outputs.append(turn))
 
     @property
@@ -108,6 +112,7 @@ class DecodeCore:
     def page_uses(self) -> bytearray:
         """A PageUse for each page of the pool."""
         uses = self.cache.states()
+        self.sharing.mark(uses)
         mark(uses, self.fetches.pulls.targets(), PageUse.PULLING)
         return uses
 
@@ -125,7 +130,7 @@ class DecodeCore:
         sent later: sending one would delay the launch that uses its pages."""
         effects = self.fetches.effects
         idle = all(isinstance(effect, ReleaseLease) and not effect.awaited for effect in effects)
-        return bool(self._outputs or self.scheduler.events or not idle)
+        return bool(self._outputs or self.scheduler.events or self.sharing.pressing or not idle)
 
     # --- what callers ask -------------------------------------------------------------------------------
 
@@ -140,6 +145,7 @@ class DecodeCore:
         local_tokens: int | None = None,
         *,
         announce: bool = False,
+        sources: tuple[PromptSource, ...] = (),
     ) -> None:
         """The shell must have refused a name in use (`unfinished`). `local_tokens`: the caller's limit for
         local prefill, which the configuration may override. `announce`: the caller wants to know when the
@@ -147,7 +153,7 @@ class DecodeCore:
         limit = LOCAL_PREFILL_TOKENS if local_tokens is None else local_tokens
         own = self.config.local_prefill_tokens
         state = DecodeRequest(key, gateway, attempt, request, candidates, limit if own is None else own)
-        state.announce = announce
+        state.announce, state.sources = announce, sources
         self.unfinished[key] = state
         try:
             self.scheduler.submit(request)
@@ -158,6 +164,7 @@ class DecodeCore:
             return
         self.overload.arrived()
         self.counters.prompt_tokens += len(request.prompt)
+        self.sharing.borrower.want(request, sources, lambda: self.handoffs.next_name(state), now)
         for address in candidates:
             self.peers.setdefault(address, Peer(up=False, since=now))
 
@@ -227,6 +234,7 @@ class DecodeCore:
         for state in [r for r in self.unfinished.values() if r.request.deadline <= now]:
             self._fail(state, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
         self.fetches.tick(now)
+        self.sharing.tick(now, self.overload.blocked and not self.scheduler.prompts)
         for sequence, late in self.overload.late(now):
             self.counters.refused += 1
             text = f"too busy: the request would end {late:.1f} s after its deadline; ask again later"
@@ -275,6 +283,7 @@ class DecodeCore:
             self._admitted.clear()
             effects, self.fetches.effects = self.fetches.effects, []
             self.shell.send(step, outputs, effects)
+        self.sharing.flush(self.shell)
         self.shell.observe()
 
     def _take_event(self, state: DecodeRequest, event: EngineEvent, first_tokens: list[float]) -> None:
@@ -327,10 +336,13 @@ class DecodeCore:
         state = self._state(leader)
         state.admitted = self._now - self.step_stats.stalled
         try:
-            return self.routing.route(leader, uncached, self._now)
+            route = self.routing.route(leader, uncached, self._now)
         except Unroutable as end:
             self._fail(state, end.code, end.reason, end.message)
             return PromptRoute.DEFER
+        if route is PromptRoute.LOCAL and not self.sharing.borrower.settled(leader, self._now):
+            return PromptRoute.DEFER
+        return route
 
     def _state(self, leader: Sequence) -> DecodeRequest:
         return self.unfinished[leader.request.key]  # type: ignore[index]
@@ -354,6 +366,7 @@ class DecodeCore:
         self.unfinished.pop(state.key, None)
         self.handoffs.ended(state)
         self.suspects.ended(state)
+        self.sharing.borrower.ended(state.request)
 
     def _fail(
         self,

@@ -1,97 +1,33 @@
-"""Connections to prefill nodes: links, opened pools, pulls."""
+"""The prefill nodes that a decode node hands prompts off to."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import grpc
+from typing import TYPE_CHECKING
 
 from baton.config import DecodeConfig
-from baton.handoff.fetch import HEARTBEAT_SECONDS
-from baton.handoff.messages import AttemptName, Beat, CancelPrefill, FetchEffect, StartPull, StopPull
-from baton.handoff.pull_cost import PullMeter
-from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.logs import get_logger
-from baton.transport import Receiver, TransportError, share_gpu
-from baton.v1 import node_pb2, prefill_pb2
-from baton.worker.convert import layout_difference
-from baton.worker.decode.messages import Positions, events_from, request_for
-from baton.worker.decode.types import Peer
+from baton.v1 import node_pb2
+from baton.worker.peers import FORGET_SECONDS, PagePeers
 
 if TYPE_CHECKING:
     from baton.worker.decode.shell import DecodeShell
 
-MAX_PEERS = 256
-FORGET_SECONDS = 60.0
-"""A prefill node is forgotten this long after the last request that could name it has ended; nodes of the
-process's own configuration are never forgotten."""
-
 _log = get_logger()
 
 
-class PrefillLink(Protocol):
-    """A stream to a prefill node: rpc.link.Link."""
-
-    @property
-    def connected(self) -> bool: ...
-
-    @property
-    def last_error(self) -> BatonError | None: ...
-
-    def start(self) -> None: ...
-
-    def send(self, request: prefill_pb2.PrefillRequest) -> bool: ...
-
-    def reset(self, error: BatonError) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class PrefillPeers:
-    """All prefill nodes that this decode node knows. Lives on the event loop."""
+class PrefillPeers(PagePeers):
+    """Lives on the event loop. Those of the configuration are never forgotten."""
 
     def __init__(self, node: DecodeShell, config: DecodeConfig) -> None:
-        """Prefill nodes of the configuration are never forgotten."""
-        self._node = node
-        self._own = frozenset(config.prefill)
-        self._forget_seconds = config.request_seconds + FORGET_SECONDS
-        seconds = config.handoff_seconds
-        self._silence = max(seconds / 2, seconds - 2 * HEARTBEAT_SECONDS)
-        self._peers: dict[str, PrefillPeer] = {}
-        self._pulls: dict[int, PullTask] = {}
-        self.pull_meter = PullMeter()
-
-    def check_room(self, addresses: Sequence[str]) -> None:
-        """Raises BatonError when a caller names more prefill nodes than this node connects to at a time."""
-        self._forget()
-        if len(self._peers) + len(set(addresses) - self._peers.keys()) > MAX_PEERS:
-            raise invalid("prefill", f"this node connects to at most {MAX_PEERS} prefill nodes")
-
-    def connect(self, address: str) -> None:
-        """Connects to a node that a request names, unless it is connected already."""
-        if address not in self._peers:
-            self._peers[address] = PrefillPeer(self._node, address, self._silence)
-        self._peers[address].named = self._node.clock()
-
-    def _forget(self) -> None:
-        """Forgets nodes that no recent request has named, so that addresses of a changing fleet do not
-        accumulate."""
-        oldest = self._node.clock() - self._forget_seconds
-        for address, peer in list(self._peers.items()):
-            if peer.named < oldest and address not in self._own:
-                del self._peers[address]
-                self._node.spawn(peer.close(), f"leave {address}")
-                self._tell_forgotten(address)
-
-    def _tell_forgotten(self, address: str) -> None:
-        self._node.steps.call(lambda core, now: core.forget_peer(address))
-
-    @property
-    def usable(self) -> set[str]:
-        """Addresses of the nodes that prompts can be handed off to."""
-        return {address for address, peer in self._peers.items() if peer.usable.is_set()}
+        super().__init__(
+            node,
+            node.make_link,
+            lambda core: core,
+            own=config.prefill,
+            request_seconds=config.request_seconds,
+            silence=config.handoff_seconds,
+        )
 
     def lost(self) -> list[str]:
         """Nodes that cannot be used, with the reason: configured ones, and those named within the last
@@ -124,199 +60,3 @@ class PrefillPeers:
         except TimeoutError:
             missing = [address for address, peer in self._peers.items() if not peer.usable.is_set()]
             _log.warning("prefill nodes not reached; their prompts go elsewhere", missing=missing)
-
-    def perform(self, effects: Sequence[FetchEffect]) -> None:
-        """Executes effects of the core. A message to a lost peer is dropped: the core learns of the loss.
-
-        Cancels go last, so that no message about an attempt follows its cancel.
-        """
-        for effect in sorted(effects, key=lambda effect: isinstance(effect, CancelPrefill)):
-            peer = self._peers.get(effect.address)
-            if isinstance(effect, StartPull):
-                pull = self._pulls[effect.pull] = PullTask(effect, self._node.steps.call)
-                pull.task = self._node.spawn(self._pull(peer, pull, effect), "pull")
-            elif isinstance(effect, StopPull):
-                if effect.pull in self._pulls:
-                    self._pulls[effect.pull].stop()
-            elif peer is not None:
-                peer.send(effect)
-
-    async def _pull(self, peer: PrefillPeer | None, pull: PullTask, effect: StartPull) -> None:
-        try:
-            await pull.run(peer.receiver if peer is not None else None)
-        finally:
-            del self._pulls[effect.pull]
-            if pull.seconds is not None:
-                tokens = len(effect.pairs) * self._node.layout.page_size
-                self.pull_meter.add(tokens, max(pull.seconds, 1e-6))
-
-    async def close(self) -> None:
-        await asyncio.gather(*(peer.close() for peer in self._peers.values()))
-
-
-class PrefillPeer:
-    """One prefill node. It is usable when its pool has been opened."""
-
-    def __init__(self, node: DecodeShell, address: str, silence: float) -> None:
-        """silence: seconds without any answer after which the connection is reopened."""
-        self.address = address
-        self.receiver: Receiver | None = None
-        self.usable = asyncio.Event()
-        self.incarnation = 0
-        self.named = 0.0
-        """When a request last named it."""
-        self._asked: float | None = None
-        """Time of the first heartbeat that is still unanswered."""
-        self._node = node
-        self._silence = silence
-        self._session = 0
-        self._parts: dict[AttemptName, Positions] = {}
-        self.link = node.make_link(address, self)
-        self.link.start()
-
-    @property
-    def trouble(self) -> str:
-        error = self.link.last_error
-        return error.message if error is not None else "not connected yet"
-
-    def send(self, effect: FetchEffect) -> None:
-        """Every heartbeat is answered. If answers are missing, the connection may be at fault. It is closed
-        shortly before the hand-offs time out, so that no prompt goes there until it is reopened."""
-        if isinstance(effect, Beat):
-            now = self._node.clock()
-            if self._asked is None:
-                self._asked = now
-            elif now - self._asked > self._silence:
-                text = f"{self.address} has said nothing for {self._silence:g} s"
-                self.link.reset(unavailable(text, "SILENT"))
-                return
-        ahead = self.receiver is not None and self.receiver.sees_steps
-        self.link.send(request_for(effect, ahead))
-
-    def hello(self) -> prefill_pb2.PrefillRequest:
-        hello = prefill_pb2.PrefillHello(
-            incarnation=self._node.incarnation, layout=self._node.layout, chunk_groups=True
-        )
-        return prefill_pb2.PrefillRequest(hello=hello)
-
-    def welcomed(self, response: prefill_pb2.PrefillResponse) -> None:
-        if len(response.events) != 1 or response.events[0].WhichOneof("kind") != "welcome":
-            self.link.reset(failed_precondition("the first answer was not a welcome", "PROTOCOL"))
-            return
-        self._asked = None
-        welcome = response.events[0].welcome
-        self._node.spawn(self._open(welcome, self._session), f"open pool of {self.address}")
-
-    async def _open(self, welcome: prefill_pb2.PrefillWelcome, session: int) -> None:
-        difference = layout_difference(welcome.layout, self._node.layout)
-        if difference is not None:
-            self.link.reset(failed_precondition(f"{self.address}: {difference}", "LAYOUT_MISMATCH"))
-            return
-        try:
-            receiver = await self._node.open_receiver(list(welcome.endpoints), self.address)
-        except TransportError as error:
-            self.link.reset(failed_precondition(f"no transport to {self.address}: {error}", "NO_TRANSPORT"))
-            return
-        if session != self._session or not self.link.connected:
-            await receiver.close()
-            return
-        self.receiver = receiver
-        self.incarnation = welcome.incarnation
-        self.usable.set()
-        if welcome.lease_grace_ms:
-            grace = welcome.lease_grace_ms / 1000
-            self._node.steps.call(lambda core, now: core.fetches.shorten_beat(grace))
-        shares_gpu = share_gpu(self._node.endpoints(), welcome.endpoints)
-        peer = Peer(
-            up=True,
-            since=self._node.clock(),
-            transport=receiver.kind,
-            shares_gpu=shares_gpu,
-            grammars=welcome.grammars,
-        )
-        self._changed(peer, "")
-
-    def received(self, response: prefill_pb2.PrefillResponse) -> None:
-        address = self.address
-        self._asked = None
-        try:
-            messages = list(events_from(response, self._node.model_info.vocab_size, self._parts))
-        except BatonError as error:
-            self.link.reset(
-                failed_precondition(f"{address} sent what cannot be: {error.message}", "PROTOCOL")
-            )
-            return
-
-        self._node.steps.call(lambda core, now: core.receive(address, messages, now))
-
-    def lost(self, error: BatonError) -> None:
-        self._session += 1
-        self._parts.clear()
-        receiver, self.receiver = self.receiver, None
-        if receiver is not None:
-            self._node.spawn(receiver.close(), f"close pool of {self.address}")
-        self.usable.clear()
-        if error.code is grpc.StatusCode.FAILED_PRECONDITION:
-            _log.error("prefill node refused", address=self.address, reason=error.reason, error=error.message)
-        self._changed(Peer(up=False, since=0.0), f"{error.reason}: {error.message}")
-
-    def _changed(self, peer: Peer, reason: str) -> None:
-        address = self.address
-        self._node.steps.call(lambda core, _: core.peer_changed(address, peer, reason))
-
-    async def close(self) -> None:
-        await self.link.close()
-        self._session += 1
-        receiver, self.receiver = self.receiver, None
-        if receiver is not None:
-            await receiver.close()
-
-
-class PullTask:
-    """Runs one pull and reports its end to the core, once and in every case: the destination pages are pinned
-    until then."""
-
-    def __init__(self, effect: StartPull, call: Callable[[Callable[[Any, float], None]], None]) -> None:
-        """`call`: StepLoop.call of the core's loop."""
-        self.seconds: float | None = None
-        """Duration of the copy; None until it is complete."""
-        self.task: Any = None
-        """In which `run` is awaited."""
-        self._effect = effect
-        self._call = call
-        self._begun = self._reported = self._stopped = False
-
-    def stop(self) -> None:
-        """Stops the pull; if it still waits for its step, at once."""
-        self._stopped = True
-        if self._begun:  # a task that is cancelled before never runs, and would report nothing
-            self.task.cancel()
-
-    async def run(self, receiver: Receiver | None) -> None:
-        effect = self._effect
-        error = "the pull was interrupted"
-        self._begun = True
-        try:
-            if receiver is None:
-                error = f"{effect.address} is not connected"
-            elif not self._stopped:
-                peer = receiver
-                await peer.pull(effect.pairs, effect.step, lambda seconds: self._copied(peer, seconds))
-        except TransportError as failure:
-            error = str(failure)
-        except Exception as failure:
-            _log.exception("pull failed", address=effect.address)
-            error = f"{type(failure).__name__}: {failure}"
-        finally:
-            if not self._reported:
-                self._report(error, None)
-
-    def _copied(self, receiver: Receiver, seconds: float) -> None:
-        generations = receiver.generations([source for source, _ in self._effect.pairs])
-        self.seconds = seconds
-        self._report(None, generations)
-
-    def _report(self, error: str | None, generations: list[int] | None) -> None:
-        self._reported = True
-        number = self._effect.pull
-        self._call(lambda core, now: core.fetches.pull_ended(number, error, generations, now))

@@ -68,11 +68,15 @@ class RemotePrefill:
         none."""
         return next((at for each, at, until in self.given_up.values() if each is state and not until), "")
 
+    def next_name(self, state: DecodeRequest) -> AttemptName:
+        """For the request's next try."""
+        number = state.gateway, state.key.request, state.attempt
+        return self._names.next(*number, in_use=self.fetches.running.__contains__)
+
     def begin(self, leader: Sequence, address: str, now: float) -> None:
         """Asks the node at `address` for the prompt of an admitted sequence."""
         request, state, cache = leader.request, self._state(leader), self.scheduler.cache
-        number = state.gateway, state.key.request, state.attempt
-        name = self._names.next(*number, in_use=self.fetches.running.__contains__)
+        name = self.next_name(state)
         self.recording.sent(name, address)
         handoff = self._by_leader[leader] = Handoff(
             name=name,
@@ -98,6 +102,7 @@ class RemotePrefill:
             delivered=len(leader.tokens) - len(request.prompt),
             n=1 + len(leader.followers),
             remaining=request.deadline - now,
+            sources=state.sources,
         )
         self.fetches.effects.append(start)
 

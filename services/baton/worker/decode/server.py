@@ -20,11 +20,12 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, prefill_pb2, prefill
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.decode.core import DecodeCore
 from baton.worker.decode.drafters import make_drafter
-from baton.worker.decode.messages import several
-from baton.worker.decode.peers import PrefillPeer, PrefillPeers
+from baton.worker.decode.peers import PrefillPeers
 from baton.worker.decode.shell import DecodeShell
 from baton.worker.decode.stream import DecodeStream
+from baton.worker.handoff_messages import several
 from baton.worker.node import WorkerNode
+from baton.worker.peers import PagePeer
 
 HAND_BACK_SECONDS = 2.0
 """How long a stopping node waits until its callers have got the terminal events of requests handed back."""
@@ -47,10 +48,10 @@ class DecodeNode(DecodeShell, WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServ
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
-        return [decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name, self.serve_cache(server)]
+        return [decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name, *self.serve_pages(server)]
 
     def make_link(
-        self, address: str, peer: PrefillPeer
+        self, address: str, peer: PagePeer
     ) -> Link[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]:
         return Link(
             address,

@@ -16,9 +16,10 @@ from baton.tracing.recorder import EventKind
 from baton.v1 import decode_pb2, node_pb2
 from baton.worker.convert import check_start, delivered_from, request_from, sampling_from
 from baton.worker.decode.core import DecodeCore, DecodeOutputs
-from baton.worker.decode.peers import PrefillLink, PrefillPeer, PrefillPeers
+from baton.worker.decode.peers import PrefillPeers
 from baton.worker.decode.stream import DecodeStream, add_output
 from baton.worker.decode.types import Key
+from baton.worker.peers import PageLink, PagePeer
 from baton.worker.shell import WorkerShell
 
 DRAINING = decode_pb2.DecodeEvent(draining=decode_pb2.DecodeDraining())
@@ -48,7 +49,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
         """None: no row has drafts."""
         return None
 
-    def make_link(self, address: str, peer: PrefillPeer) -> PrefillLink:
+    def make_link(self, address: str, peer: PagePeer) -> PageLink:
         """A stream to a prefill node, not yet started."""
         raise NotImplementedError
 
@@ -159,6 +160,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
             for index, choice in enumerate(start.choices):
                 check_token_ids(choice.token_ids, info.vocab_size, f"choices[{index}].token_ids")
             delivered = delivered_from(start, n, info.context_length)
+            sources = self.sources.named(start.sources)
         except BatonError as error:
             caller.refuse(start.request, start.attempt, error)
             self.recorder.add(EventKind.ENDED, *name, text=error.reason)
@@ -176,7 +178,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
         announce = start.announce_admission
         self.steps.call(
             lambda core, now: core.start(
-                key, gateway, attempt, request, candidates, now, local, announce=announce
+                key, gateway, attempt, request, candidates, now, local, announce=announce, sources=sources
             )
         )
         if not request.suspect:

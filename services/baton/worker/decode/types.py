@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from baton.engine.plan import Logprobs
 from baton.engine.request import EngineFinishReason, EngineRequest
+from baton.handoff.messages import Peer as Peer
+from baton.handoff.messages import PromptSource
 from baton.tracing.recorder import EventKind
 from baton.v1 import decode_pb2
 
@@ -17,19 +19,6 @@ class Key:
 
     caller: Hashable
     request: int
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Last known state of a prefill node."""
-
-    up: bool
-    since: float
-    transport: str = ""
-    shares_gpu: bool = False
-    """Whether it runs on this node's GPU."""
-    grammars: bool = False
-    """Whether it can constrain output."""
 
 
 PHASES = {
@@ -60,6 +49,7 @@ class DecodeRequest:
     candidates: tuple[str, ...]
     local_tokens: int
     """A prompt with at most this many uncached tokens is prefilled here."""
+    sources: tuple[PromptSource, ...] = ()
     tried: set[str] = field(default_factory=set)
     """Candidates given up so far."""
     address: str = ""

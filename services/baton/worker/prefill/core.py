@@ -33,14 +33,12 @@ from baton.engine.step_builder import Step
 from baton.engine.step_stats import StepStats
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
 from baton.handoff.lease import Lease, Leases
-from baton.handoff.messages import Alive, AttemptName, FirstSampled, PrefillOutput
+from baton.handoff.messages import AttemptName, FirstSampled, PromptSource
 from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import EventKind, Recorder
 from baton.worker.core import CoreShell
-
-PrefillOutputs = dict[Hashable, list[PrefillOutput]]
-"""Outputs by holder; an empty list answers a heartbeat."""
+from baton.worker.sources.sharing import CacheSharing, LeaseOutputs, by_holder
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,7 +46,7 @@ class Attempt(Lease):
     """State of one requested prompt, and the lease of its pages."""
 
     request: EngineRequest
-    scheduler: Scheduler
+    core: PrefillCore
     keep_pages: bool
     ahead: bool
     """Pages are announced before their step has retired."""
@@ -64,7 +62,8 @@ class Attempt(Lease):
         return holding.tables if holding is not None and self.keep_pages else None
 
     def free(self) -> None:
-        self.scheduler.close(self.request)
+        self.core.sharing.borrower.ended(self.request)
+        self.core.scheduler.close(self.request)
 
 
 @dataclass(slots=True)
@@ -119,12 +118,14 @@ class PrefillCore:
     cache: KvCacheManager
     scheduling: SchedulerConfig
     config: PrefillConfig
-    shell: CoreShell[PrefillOutputs]
+    shell: CoreShell[LeaseOutputs]
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
     counters: PrefillCounters = field(default_factory=PrefillCounters)
     scheduler: Scheduler = field(init=False)
     leases: Leases[Attempt] = field(init=False)
+    sharing: CacheSharing = field(init=False)
     step_stats: StepStats = field(init=False)
+    _now: float = 0.0
     _cancelled: CancelledInFlight = field(default_factory=CancelledInFlight)
     _presses: bool = False
     _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
@@ -136,6 +137,7 @@ class PrefillCore:
         grace = self.config.lease_grace_seconds
         self.leases = Leases(self.cache, grace=grace, max_pages=most, recorder=self.recorder)
         self.step_stats = StepStats(limits.token_budget)
+        self.sharing = CacheSharing(self.scheduler, lambda: self.step_stats, self.recorder)
 
     @property
     def requests(self) -> int:
@@ -144,6 +146,7 @@ class PrefillCore:
     def page_uses(self) -> bytearray:
         """A PageUse for each page of the pool."""
         uses = self.cache.states()
+        self.sharing.mark(uses)
         mark(uses, self.leases.pages(), PageUse.LEASED)
         return uses
 
@@ -168,6 +171,7 @@ class PrefillCore:
         keep_pages: bool,
         now: float,
         ahead: bool = False,
+        sources: tuple[PromptSource, ...] = (),
     ) -> None:
         """Raises nothing."""
         attempt = Attempt(
@@ -176,7 +180,7 @@ class PrefillCore:
             tokens=len(request.sequences[0].tokens),
             deadline=request.deadline,
             request=request,
-            scheduler=self.scheduler,
+            core=self,
             keep_pages=keep_pages,
             ahead=ahead,
         )
@@ -189,6 +193,7 @@ class PrefillCore:
             self.leases.fail(attempt, code, refusal.reason, refusal.message)
             return
         self.counters.prompt_tokens += len(request.prompt)
+        self.sharing.borrower.want(request, sources, lambda: name, now)
 
     def compiled(
         self, name: AttemptName, request: EngineRequest, outcome: CompiledGrammar | GrammarError
@@ -229,16 +234,21 @@ class PrefillCore:
     # --- the step loop ----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
+        self._now = now
         self.leases.tick(now)
-        waits = any(not sequence.request.awaits_grammar for sequence in self.scheduler.waiting)
-        self.leases.revoke_under_pressure(waits and not self.scheduler.prompts, now)
+        borrows = self.sharing.borrower.waits
+        waits = any(not (s.request.awaits_grammar or borrows(s.request)) for s in self.scheduler.waiting)
+        blocked = waits and not self.scheduler.prompts
+        self.leases.revoke_under_pressure(blocked, now)
+        self.sharing.tick(now, blocked)
 
     def admit(self, now: float) -> None:
         """Does nothing: while a prompt waits for room in a step, more of it may be cached."""
 
     def plan(self, now: float) -> Step | None:
-        self._presses = bool(self.leases.outputs)
+        self._now = now
         step = self.scheduler.plan()
+        self._presses = bool(self.leases.outputs) or self.sharing.pressing
         if step is None:
             return None
         self._cancelled.launched(step)
@@ -280,6 +290,7 @@ class PrefillCore:
 
     def flush(self, step: int) -> None:
         self._send_outputs(step)
+        self.sharing.flush(self.shell)
         for holder in [h for h in self._closing if not self.holds(h)]:
             self._closing.pop(holder)()
         self.shell.observe()
@@ -288,19 +299,19 @@ class PrefillCore:
         if not self.leases.outputs:
             return
         outputs, self.leases.outputs = self.leases.outputs, []
-        by_holder: PrefillOutputs = {}
-        for holder, output in outputs:
-            messages = by_holder.setdefault(holder, [])
-            if not isinstance(output, Alive):
-                messages.append(output)
-        self.shell.send(step, by_holder, ())
+        self.shell.send(step, by_holder(outputs), ())
 
     # --- what the scheduler says ------------------------------------------------------------------------
 
     def may_admit(self, request: EngineRequest) -> bool:
-        """Whether the holder's finished but unpulled prompts leave room for another."""
+        """Whether the holder's finished but unpulled prompts leave room for another, and no pages of this one
+        are under way."""
         attempt = self._attempt_of(request)
-        return attempt is None or self.leases.may_lend(attempt.holder)
+        if attempt is None:
+            return True
+        if not self.leases.may_lend(attempt.holder):
+            return False
+        return self.sharing.borrower.settled(request.sequences[0], self._now)
 
     def _record(self, request: EngineRequest, kind: EventKind, number: int, step: int) -> None:
         if isinstance(request.key, AttemptName):

@@ -15,9 +15,10 @@ from baton.rpc.errors import unavailable
 from baton.rpc.node import run_node
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from baton.worker.caller_stream import CallerStreams
+from baton.worker.lease_stream import LeaseStream
 from baton.worker.node import WorkerNode
 from baton.worker.prefill.core import PrefillCore
-from baton.worker.prefill.shell import PrefillShell, PrefillStream
+from baton.worker.prefill.shell import PrefillShell
 
 
 class PrefillNode(PrefillShell, WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
@@ -27,21 +28,19 @@ class PrefillNode(PrefillShell, WorkerNode[PrefillCore], prefill_pb2_grpc.Prefil
 
     def __init__(self, config: PrefillConfig) -> None:
         super().__init__(config)
-        self.streams: CallerStreams[PrefillStream] = CallerStreams(self, self.tasks)
+        self.streams: CallerStreams[LeaseStream] = CallerStreams(self, self.tasks)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
-        names = prefill_pb2.DESCRIPTOR.services_by_name
-        self.serve_pages(server)
-        return [names["Prefill"].full_name, names["PageSource"].full_name, self.serve_cache(server)]
+        return [prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name, *self.serve_pages(server)]
 
     def retire(self, step: int) -> None:
         segment = self.engine.published.segment
         if segment is not None:
             segment.retire(step)
 
-    def make_stream(self, incarnation: int) -> PrefillStream:
-        return PrefillStream(incarnation)
+    def make_stream(self, incarnation: int) -> LeaseStream:
+        return LeaseStream(incarnation)
 
     async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         async with aclosing(self.streams.serve(request_iterator, context, "Prefill.Run")) as messages:

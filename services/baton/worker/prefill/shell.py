@@ -3,99 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 
 from baton.config import PrefillConfig
-from baton.handoff.messages import (
-    ChunkAnnounced,
-    FetchEffect,
-    FirstSampled,
-    LeaseFinished,
-    PrefillFailed,
-    PrefillOutput,
-    RecentNames,
-)
+from baton.handoff.messages import FetchEffect
 from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, failed_precondition, invalid, to_status, unavailable
-from baton.rpc.message_size import MAX_ANSWER_BYTES, cut
-from baton.rpc.outbox import Outbox, byte_size
 from baton.tracing.recorder import EventKind
-from baton.v1 import common_pb2, node_pb2, prefill_pb2
-from baton.worker.caller_stream import CallerStream
-from baton.worker.convert import (
-    check_start,
-    layout_difference,
-    logprobs_to,
-    name_from,
-    name_to,
-    prompt_logprobs_to,
-    request_from,
-    sampling_from,
-    status_of,
-)
-from baton.worker.prefill.core import PrefillCore, PrefillOutputs
+from baton.v1 import node_pb2, prefill_pb2
+from baton.worker.convert import check_start, layout_difference, name_from, request_from, sampling_from
+from baton.worker.lease_stream import LeaseStream, events_of
+from baton.worker.prefill.core import PrefillCore
 from baton.worker.shell import WorkerShell
+from baton.worker.sources.sharing import LeaseOutputs
 
 FULL_STEP = 1024
 """Tokens from which on a GPU's time per token no longer falls (measured on an H200, 8B)."""
-
-
-class PrefillStream(CallerStream):
-    """One stream, and the names that were started on it."""
-
-    def __init__(self, incarnation: int) -> None:
-        super().__init__(incarnation, Outbox(_merge, size_of=byte_size))
-        self.names = RecentNames()
-        self.chunk_groups = False
-        """As in PrefillHello."""
-
-    async def messages(self) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        async for message in self.outbox:
-            if byte_size(message) <= MAX_ANSWER_BYTES:
-                yield message
-                continue
-            for run in cut(message.events):
-                yield prefill_pb2.PrefillResponse(events=run)
-
-
-def _merge(
-    unsent: prefill_pb2.PrefillResponse, new: prefill_pb2.PrefillResponse
-) -> prefill_pb2.PrefillResponse:
-    unsent.events.extend(new.events)
-    return unsent
-
-
-def _events(output: PrefillOutput, chunk_groups: bool) -> Iterator[prefill_pb2.PrefillEvent]:
-    """More than one where log-probabilities are too large for one message.
-
-    chunk_groups: as in PrefillHello."""
-    event = prefill_pb2.PrefillEvent(attempt=name_to(output.name))
-    if isinstance(output, ChunkAnnounced):
-        chunk = event.chunk
-        chunk.last, chunk.step = output.last, output.step
-        for number, each in enumerate(output.groups):
-            of_group = chunk.groups.add() if chunk_groups else chunk.more.add() if number else chunk
-            of_group.first_page = each.first
-            of_group.page_ids.extend(each.pages)
-            of_group.generations.extend(each.generations)
-    elif isinstance(output, FirstSampled):
-        *first, last = cut(prompt_logprobs_to(output.prompt_logprobs or None))
-        for run in first:
-            positions = common_pb2.PromptLogprobs(positions=run)
-            yield prefill_pb2.PrefillEvent(attempt=event.attempt, prompt_logprobs=positions)
-        event.first.cached_tokens = output.cached_tokens
-        event.first.prompt_logprobs.extend(last)
-        for token, logprobs in output.tokens:
-            sampled = event.first.tokens.add(token_id=token)
-            if logprobs is not None:
-                sampled.logprobs.CopyFrom(logprobs_to(logprobs))
-    elif isinstance(output, LeaseFinished):
-        event.finished.stood = output.stood
-    elif isinstance(output, PrefillFailed):
-        event.failed.CopyFrom(status_of(output.code, output.reason, output.message))
-    yield event
 
 
 class PrefillShell(WorkerShell[PrefillCore]):
@@ -110,25 +35,25 @@ class PrefillShell(WorkerShell[PrefillCore]):
         )
         return PrefillCore(cache, scheduling, self.config, self, self.recorder)
 
-    def make_stream(self, incarnation: int) -> PrefillStream:
+    def make_stream(self, incarnation: int) -> LeaseStream:
         """For a caller that has connected."""
         raise NotImplementedError
 
     # --- what the core has decided ----------------------------------------------------------------------
 
-    def send(self, step: int, outputs: PrefillOutputs, effects: Sequence[FetchEffect]) -> None:
+    def send(self, step: int, outputs: LeaseOutputs, effects: Sequence[FetchEffect]) -> None:
         self.post(self._deliver, outputs)
 
-    def _deliver(self, outputs: PrefillOutputs) -> None:
+    def _deliver(self, outputs: LeaseOutputs) -> None:
         for holder, sent in outputs.items():
-            assert isinstance(holder, PrefillStream)
-            events = chain.from_iterable(_events(output, holder.chunk_groups) for output in sent)
+            assert isinstance(holder, LeaseStream)
+            events = chain.from_iterable(events_of(output, holder.chunk_groups) for output in sent)
             if not holder.put(prefill_pb2.PrefillResponse(events=events)):
                 self.drop(holder)
 
     # --- what callers say: worker.caller_stream.Service -------------------------------------------------
 
-    def open(self, hello: prefill_pb2.PrefillHello) -> PrefillStream:
+    def open(self, hello: prefill_pb2.PrefillHello) -> LeaseStream:
         if hello.HasField("layout"):
             difference = layout_difference(self.layout, hello.layout)
             if difference is not None:
@@ -142,14 +67,14 @@ class PrefillShell(WorkerShell[PrefillCore]):
     def several(self, message: prefill_pb2.PrefillRequest) -> Sequence[prefill_pb2.PrefillRequest]:
         return message.several.requests
 
-    def half_closed(self, stream: PrefillStream) -> None:
+    def half_closed(self, stream: LeaseStream) -> None:
         """The caller cannot release any more: only prompts without `keep_pages` continue."""
         self.steps.call(lambda core, now: core.close_when_idle(stream, lambda: self.post(stream.close)))
 
-    def drop(self, stream: PrefillStream) -> None:
+    def drop(self, stream: LeaseStream) -> None:
         self.steps.call(lambda core, _: core.disconnect(stream))
 
-    def handle_command(self, request: prefill_pb2.PrefillRequest, caller: PrefillStream) -> None:
+    def handle_command(self, request: prefill_pb2.PrefillRequest, caller: LeaseStream) -> None:
         kind = request.WhichOneof("kind")
         if kind == "start":
             self._start(request.start, caller)
@@ -165,7 +90,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
             kinds = "start, cancel, release, heartbeat, or several of these"
             raise invalid("kind", f"each message on Prefill.Run after `hello` sets {kinds}")
 
-    def _start(self, start: prefill_pb2.PrefillStart, caller: PrefillStream) -> None:
+    def _start(self, start: prefill_pb2.PrefillStart, caller: LeaseStream) -> None:
         name = name_from(start.attempt)
         if name in caller.names:
             raise invalid(
@@ -181,6 +106,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
             if self.draining:
                 raise unavailable("this node is draining; use another prefill node", "DRAINING")
             check_start(start.token_ids, start.delivered, start.sampling, n, info)
+            sources = self.sources.named(start.sources)
         except BatonError as error:
             event = prefill_pb2.PrefillEvent(attempt=start.attempt, failed=to_status(error))
             caller.put(prefill_pb2.PrefillResponse(events=[event]))
@@ -192,7 +118,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         request = request_from(start, name, n, choices, params, self.clock(), self.config.request_seconds)
         keep = start.keep_pages if start.HasField("keep_pages") else True
         ahead = start.announce_ahead
-        self.steps.call(lambda core, now: core.start(caller, name, request, keep, now, ahead))
+        self.steps.call(lambda core, now: core.start(caller, name, request, keep, now, ahead, sources))
         if params.grammar is not None:
             self.compile_grammar(
                 params.grammar,

@@ -1,11 +1,13 @@
-"""Between the hand-off's plain messages and those of Prefill.Run, as the decode side sees them."""
+"""Between the hand-off's plain messages and those of Prefill.Run and Cache.Lend, as the caller sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from baton.engine.sampling_params import SamplingParams
 from baton.handoff.messages import (
+    AskCached,
     AttemptName,
     CancelPrefill,
     ChunkAnnounced,
@@ -26,9 +28,15 @@ _AnyGroup = prefill_pb2.GroupPages | prefill_pb2.ChunkReady
 
 
 def request_for(effect: object, ahead: bool) -> prefill_pb2.PrefillRequest:
-    """StartPrefill, CancelPrefill, ReleaseLease or Beat as a message. `ahead`: pulls can wait for a step."""
+    """StartPrefill, AskCached, CancelPrefill, ReleaseLease or Beat as a message. `ahead`: pulls can wait for
+    a step."""
     if isinstance(effect, StartPrefill):
         return prefill_pb2.PrefillRequest(start=_start(effect, ahead))
+    if isinstance(effect, AskCached):
+        cached = prefill_pb2.CachedPrompt(
+            attempt=name_to(effect.name), token_ids=effect.token_ids, namespace=effect.namespace
+        )
+        return prefill_pb2.PrefillRequest(cached=cached)
     if isinstance(effect, CancelPrefill):
         return prefill_pb2.PrefillRequest(cancel=prefill_pb2.PrefillCancel(attempt=name_to(effect.name)))
     if isinstance(effect, ReleaseLease):
@@ -53,6 +61,7 @@ def _start(effect: StartPrefill, ahead: bool) -> prefill_pb2.PrefillStart:
         announce_ahead=ahead,
         failed_steps=request.failed_steps,
         traceparent=request.trace,
+        sources=[common_pb2.PromptSource(**asdict(source)) for source in effect.sources],
     )
     if effect.remaining != float("inf"):
         start.timeout_ms = max(1, int(effect.remaining * 1000))
@@ -103,7 +112,7 @@ def events_from(
             chunk = event.chunk
             # Nodes of older versions have the first group's fields in the chunk itself.
             groups: Sequence[_AnyGroup] = chunk.groups or (chunk, *chunk.more)
-            yield ChunkAnnounced(name, tuple(map(_group, groups)), chunk.last, chunk.step)
+            yield ChunkAnnounced(name, tuple(map(_group, groups)), chunk.last, chunk.step, chunk.content)
         elif kind == "first":
             first = event.first
             check_token_ids([t.token_id for t in first.tokens], vocab_size, "first.tokens")
