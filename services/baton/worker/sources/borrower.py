@@ -32,6 +32,7 @@ from baton.kvcache import BlockTable
 from baton.kvcache.kv_events import content_digest
 from baton.step_cost import chunk_pairs
 from baton.tracing.recorder import EventKind, Recorder
+from baton.worker.sources.lender import whole_in_pages
 
 CONNECT_SECONDS = 0.5
 """How long a prompt waits for a connection to a source that is being opened."""
@@ -45,8 +46,6 @@ FIRST_COST = PullCost(fixed=0.003, token=1e-5)
 """Of borrowing, until some has been measured."""
 KNOWN_SECONDS = 30.0
 """A measured cost is forgotten after this time without a new one: a bad moment must not end borrowing."""
-KINDS = ("attention", "latent")
-"""Groups whose pages hold all there is to know of their tokens."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -103,7 +102,7 @@ class Borrower:
         self._meter = PullMeter()
         self._measured = 0.0
         """When something was last measured, on the recorder's clock."""
-        self._able = all(group.spec.kind in KINDS for group in self._cache.groups)
+        self._able = whole_in_pages(self._cache)
 
     @property
     def counters(self) -> FetchCounters:

@@ -35,6 +35,11 @@ class CacheLease(Lease):
         self.cache.release(self.holding, 0)
 
 
+def whole_in_pages(cache: KvCacheManager) -> bool:
+    """Whether pages hold all there is to know of their tokens, and any whole page may end a prefix."""
+    return all(group.spec.kind in ("attention", "latent") for group in cache.groups)
+
+
 class CacheLender:
     """What is lent takes no page that the scheduler has promised."""
 
@@ -54,7 +59,7 @@ class CacheLender:
         self._scheduler.cache_pending_prefixes()
         cache, size = self._cache, self._cache.page_size
         key = cache.encode(tokens)
-        rows = cache.match_length(key, namespace) // size
+        rows = cache.match_length(key, namespace) // size if whole_in_pages(cache) else 0
         if not rows:
             self._refuse(holder, name, "NOT_FOUND", "NOTHING_CACHED", "nothing of the prompt is cached here")
             return
