@@ -177,6 +177,24 @@ def generate(
     return list(output.values())
 
 
+def parameters():
+    """Sampling parameters, one of each kind."""
+    common = {"max_tokens": 24, "stop_token_ids": frozenset({11, 12})}
+    bias = dict.fromkeys(range(30), 4.0)
+    return [
+        SamplingParams(temperature=0.0, **common),
+        SamplingParams(seed=1, **common),
+        SamplingParams(temperature=0.7, top_k=20, seed=2, **common),
+        SamplingParams(temperature=1.3, top_p=0.8, seed=3, **common),
+        SamplingParams(temperature=0.9, min_p=0.1, seed=4, **common),
+        SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, **common),
+        SamplingParams(temperature=0.8, frequency_penalty=0.7, logit_bias=bias, seed=5, **common),
+        SamplingParams(temperature=0.0, logit_bias=bias, min_tokens=4, **common),
+        SamplingParams(temperature=0.6, logprobs=3, seed=6, **common),
+        SamplingParams(temperature=0.0, logprobs=0, **common),
+    ]
+
+
 @contextlib.contextmanager
 def strictly() -> Iterator[None]:
     """What waits for the device here raises."""

@@ -10,30 +10,12 @@ import torch
 from baton.engine.draft.oracle import OracleDrafter, prompt_digest
 from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import GrammarSpec
-from rig import VOCAB, generate, make, prompts_of, save_checkpoint
+from rig import VOCAB, generate, make, parameters, prompts_of, save_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("drafts"))
-
-
-def parameters():
-    """One of each kind."""
-    common = {"max_tokens": 24, "stop_token_ids": frozenset({11, 12})}
-    bias = dict.fromkeys(range(30), 4.0)
-    return [
-        SamplingParams(temperature=0.0, **common),
-        SamplingParams(seed=1, **common),
-        SamplingParams(temperature=0.7, top_k=20, seed=2, **common),
-        SamplingParams(temperature=1.3, top_p=0.8, seed=3, **common),
-        SamplingParams(temperature=0.9, min_p=0.1, seed=4, **common),
-        SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, **common),
-        SamplingParams(temperature=0.8, frequency_penalty=0.7, logit_bias=bias, seed=5, **common),
-        SamplingParams(temperature=0.0, logit_bias=bias, min_tokens=4, **common),
-        SamplingParams(temperature=0.6, logprobs=3, seed=6, **common),
-        SamplingParams(temperature=0.0, logprobs=0, **common),
-    ]
 
 
 def sampled(checkpoint, prompts, params, **options):

@@ -14,6 +14,7 @@ import torch
 
 from baton.bench.workload import Job
 from baton.config import WorkerConfig
+from baton.engine.draft.base import Drafter
 from baton.engine.model_runner import ModelRunner
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
@@ -105,10 +106,15 @@ class EngineBench:
         return found
 
     def run(
-        self, jobs: Sequence[Job], temperature: float = 0.0, progress: EngineProgress = lambda tokens: None
+        self,
+        jobs: Sequence[Job],
+        temperature: float = 0.0,
+        progress: EngineProgress = lambda tokens: None,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 0,
     ) -> EngineRun:
         """Runs all jobs at once on an empty cache. Raises BatonError if one fails."""
-        scheduler = self._scheduler(jobs, temperature)
+        scheduler = self._scheduler(jobs, temperature, drafter, draft_tokens)
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
         gc.collect()
@@ -140,7 +146,9 @@ class EngineBench:
             pending = launched
         return timer.end()
 
-    def _scheduler(self, jobs: Sequence[Job], temperature: float) -> Scheduler:
+    def _scheduler(
+        self, jobs: Sequence[Job], temperature: float, drafter: Drafter | None, draft_tokens: int
+    ) -> Scheduler:
         pages, layout = PageAllocator(self.engine.pool.num_pages), self.engine.pool.layout
         cache = KvCacheManager(pages, PrefixTree(layout.page_size, groups=layout.groups))
         config = SchedulerConfig(
@@ -148,8 +156,9 @@ class EngineBench:
             token_budget=self.config.token_budget,
             max_rows=self.config.max_rows,
             max_waiting=len(jobs),
+            draft_tokens=draft_tokens,
         )
-        scheduler = Scheduler(cache, config)
+        scheduler = Scheduler(cache, config, drafter=drafter)
         for key, job in enumerate(jobs):
             params = SamplingParams(temperature=temperature, max_tokens=job.output_tokens, seed=job.seed)
             scheduler.submit(EngineRequest(key, tuple(job.prompt), params))
