@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 from deployment import Deployment
-from process import Process
+from polling import until
 
 from baton.client import Client
 
@@ -27,37 +27,50 @@ def split(tmp_path_factory, deployments) -> Iterator[Deployment]:
         yield deployment
 
 
-def computed(workers: Sequence[Process]) -> int:
-    """Prompt tokens that these workers have computed."""
-    loads = [worker.load() for worker in workers]
-    return sum(load.prompt_tokens - load.cached_tokens for load in loads)
-
-
 class Chat:
     """Each turn's prompt is all that was said before, and some new tokens."""
 
     def __init__(self, client: Client, seed: int) -> None:
         self._draw = random.Random(seed)
         self._client = client
-        self.tokens: list[int] = []
-        self.new = self.pages = 0
-        """New tokens of all prompts; those of incomplete last pages, which turns compute again."""
+        self._tokens: list[int] = []
+        self.new = self.computed = 0
+        """New tokens of all prompts; those computed, but for the incomplete last page of the turn before."""
 
     def turn(self) -> None:
-        count, held = self._draw.randrange(100, 280), max(0, len(self.tokens) - 1)
-        self.tokens += [self._draw.randrange(5, 4000) for _ in range(count)]
-        self.new += len(self.tokens) - held
-        self.pages += held % PAGE
+        count, held = self._draw.randrange(100, 280), max(0, len(self._tokens) - 1)
+        self._tokens += [self._draw.randrange(5, 4000) for _ in range(count)]
+        self.new += len(self._tokens) - held
         answer = self._client.generate(
-            token_ids=self.tokens, temperature=0.0, max_tokens=OUTPUT, ignore_eos=True
+            token_ids=self._tokens, temperature=0.0, max_tokens=OUTPUT, ignore_eos=True
         )
-        self.tokens += answer.choices[0].token_ids
+        assert answer.usage.prompt_tokens == len(self._tokens)
+        self.computed += len(self._tokens) - answer.usage.cached_tokens - held % PAGE
+        self._tokens += answer.choices[0].token_ids
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.turn()
+            time.sleep(0.15)  # reports of caches leave every 50 ms
 
 
 def test_turns_compute_their_new_tokens_alone_wherever_they_land(split: Deployment):
-    prefill = split.of("prefill")
-    before, chat = computed(prefill), Chat(split.client(), 1)
-    for _ in range(TURNS):
-        chat.turn()
-        time.sleep(0.15)  # reports of caches leave every 50 ms
-    assert computed(prefill) - before - chat.pages <= 1.05 * chat.new
+    chat = Chat(split.client(), 1)
+    chat.turns(TURNS)
+    assert chat.computed <= 1.05 * chat.new
+    nodes = [*split.of("prefill"), *split.of("decode")]
+    assert sum(node.load().borrowed_pages for node in nodes) <= sum(node.load().lent_pages for node in nodes)
+    assert not any(node.load().borrow_failures for node in nodes)
+
+
+async def test_a_restarted_node_is_warmed_by_the_others(split: Deployment):
+    chat, node = Chat(split.client(), 2), split.prefill
+    chat.turns(TURNS // 2)
+    node.kill()
+    node.start()
+    node.wait_ready()
+    peers = lambda: [peer for decode in split.of("decode") for peer in decode.info().peers]  # noqa: E731
+    await until(lambda: all(peer.connected for peer in peers()), "decode nodes reach the restarted node")
+    chat.turns(TURNS - TURNS // 2)
+    assert node.load().borrowed_pages
+    assert chat.computed <= 1.05 * chat.new

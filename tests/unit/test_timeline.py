@@ -94,6 +94,34 @@ def test_phases_follow_one_another_and_add_up(shift, error):
     ]
 
 
+def test_pages_from_another_cache_are_a_phase_where_the_prompt_is_computed():
+    pull = [
+        (10.9, EventKind.PULL_BEGUN, {"number": 2, "text": "d:2"}),
+        (11.1, EventKind.PULL_ENDED, {"number": 2, "text": "shm"}),
+    ]
+    others = [
+        Recorded(DECODE, events(DECODE_EVENTS)),
+        Recorded(PREFILL, events(sorted(PREFILL_EVENTS + pull, key=lambda row: row[0]))),
+    ]
+    found = timeline(events(GATEWAY_EVENTS), others, 20.0)
+    (phase,) = (p for p in found.phases if p.name == "pull" and p.process == PREFILL)
+    assert (round(phase.start, 6), round(phase.end, 6)) == (0.9, 1.1)
+    assert phase.detail == "cached pages from d:2"
+    own = [
+        (10.5, EventKind.RECEIVED, {}),
+        (10.6, EventKind.PULL_BEGUN, {"number": 2, "text": "d:2"}),
+        (10.8, EventKind.PULL_ENDED, {"number": 2, "text": "shm"}),
+        (10.9, EventKind.ADMITTED, {}),
+        (11.0, EventKind.CHUNK_BEGUN, {"step": 1}),
+        (11.5, EventKind.CHUNK_ENDED, {"step": 1}),
+        (11.9, EventKind.FIRST_TOKEN, {}),
+        (11.9, EventKind.RUNNING, {}),
+        (13.9, EventKind.ENDED, {"text": "finished"}),
+    ]
+    local = timeline(events(GATEWAY_EVENTS), [Recorded(DECODE, events(own))], 20.0)
+    assert ("pull", "decode", 0.6, 0.8) in phases(local)
+
+
 def test_while_it_runs_the_last_phase_lasts():
     found = timeline(events(GATEWAY_EVENTS[:4]), [Recorded(DECODE, events(DECODE_EVENTS[:2]))], now=11.0)
     assert (found.outcome, found.total, found.ttft) == ("", 1.0, None)

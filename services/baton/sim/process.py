@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,25 +130,22 @@ class Machine:
 
 
 class SimLending(CacheLending):
-    """While it lies, what it lends is now and then of other tokens than those asked for."""
+    """While it lies, what it lends is mostly of other tokens than those asked for."""
 
     def __init__(self, worker: Worker[Any]) -> None:
         super().__init__(worker, VirtualPrefillStream)
         self.lies_until = 0.0
         self._worker = worker
-        self._asked: list[prefill_pb2.CachedPrompt] = []
 
     def handle_command(self, request: prefill_pb2.PrefillRequest, stream: LeaseStream) -> None:
-        if request.WhichOneof("kind") == "cached":
-            self._asked.append(request.cached)
-            world = self._worker.world
-            rng = world.rng(f"lies {self._worker.name}")
-            if world.now < self.lies_until and rng.random() < 0.7:
-                other, lie = rng.choice(self._asked), prefill_pb2.CachedPrompt()
-                lie.CopyFrom(request.cached)
-                del lie.token_ids[:]
-                lie.token_ids.extend(other.token_ids)
-                lie.namespace = other.namespace
+        world = self._worker.world
+        if request.WhichOneof("kind") == "cached" and world.now < self.lies_until:
+            rng, tree = world.rng(f"lies {self._worker.name}"), self._worker.cache._tree
+            namespace, key = tree.path_key(rng.choice(list(tree._root.subtree())))
+            tokens = array("I", key)[: len(request.cached.token_ids)]
+            if tokens and rng.random() < 0.8:
+                lie = prefill_pb2.CachedPrompt(namespace=namespace, token_ids=tokens)
+                lie.attempt.CopyFrom(request.cached.attempt)
                 request = prefill_pb2.PrefillRequest(cached=lie)
         super().handle_command(request, stream)
 

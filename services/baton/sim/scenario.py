@@ -369,8 +369,8 @@ def _sources(
     )
     names = [f"p{i}" for i in range(len(prefill))] + [f"d{i}" for i in range(len(decode))]
     lies = [
-        Fault(rng.uniform(0.9, 4.0), "lie", rng.choice(names), "", rng.choice((1.0, 4.0)))
-        for _ in range(rng.choice((0, 0, 2)))
+        Fault(rng.uniform(0.9, 2.0), "lie", rng.choice(names), "", rng.choice((1.0, 8.0)))
+        for _ in range(rng.choice((0, 0, 2, 4)))
     ]
     return prefill, decode, replace(gateway, sources=True), lies
 

@@ -287,6 +287,8 @@ class _Path:
             self._begin(at, "hand-off", here)
         elif kind in (EventKind.CHUNK_BEGUN, EventKind.CHUNK_ENDED):
             self._chunk(at, kind, here)
+        elif event.decode_try != self._try and self._borrows(at, event, here):
+            pass
         elif kind is EventKind.FIRST_TOKEN:
             self._token = True
             self._begin(at, "deliver", here)
@@ -306,6 +308,16 @@ class _Path:
             self._chunk(at, kind, here)
         elif kind is EventKind.FIRST_TOKEN:
             self._begin(at, "hand-off", self._decode)
+        else:
+            self._borrows(at, event, here)
+
+    def _borrows(self, at: float, event: Event, here: TimelineProcess) -> bool:
+        """Before a prompt is admitted where it is computed, pages of it may come from another cache."""
+        if event.kind is EventKind.PULL_BEGUN:
+            self._begin(at, "pull", here, f"cached pages from {event.text}")
+        elif event.kind is EventKind.PULL_ENDED:
+            self._begin(at, "queue", here)
+        return event.kind in (EventKind.PULL_BEGUN, EventKind.PULL_ENDED)
 
     def _chunk(self, at: float, kind: EventKind, here: TimelineProcess) -> None:
         """With overlap the next chunk is launched before the one before it has retired. Between chunks the

@@ -137,7 +137,7 @@ class PrefillCore:
         grace = self.config.lease_grace_seconds
         self.leases = Leases(self.cache, grace=grace, max_pages=most, recorder=self.recorder)
         self.step_stats = StepStats(limits.token_budget)
-        self.sharing = CacheSharing(self.scheduler, lambda: self.step_stats, self.recorder)
+        self.sharing = CacheSharing(self.scheduler, lambda: self.step_stats, self.recorder, grace=grace)
 
     @property
     def requests(self) -> int:

@@ -38,8 +38,9 @@ class CacheSharing:
         recorder: Recorder,
         *,
         pull_seconds: float = PULL_SECONDS,
+        grace: float = GRACE_SECONDS,
     ) -> None:
-        self.lender = CacheLender(scheduler, GRACE_SECONDS)
+        self.lender = CacheLender(scheduler, grace)
         self.borrower = Borrower(
             scheduler, stats, recorder, silence=SILENCE_SECONDS, pull_seconds=pull_seconds
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from baton.config import PrefillConfig
 from baton.handoff.messages import PromptSource
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
@@ -28,6 +29,8 @@ class CacheLending:
     def __init__(self, node: WorkerShell[Any], make_stream: Callable[[int], LeaseStream]) -> None:
         """`make_stream`: for a caller of this incarnation."""
         self._node = node
+        config = node.config
+        self._grace = config.lease_grace_seconds if isinstance(config, PrefillConfig) else GRACE_SECONDS
         self._make_stream = make_stream
 
     def deliver(self, outputs: LeaseOutputs) -> None:
@@ -51,7 +54,7 @@ class CacheLending:
             incarnation=self._node.incarnation,
             layout=self._node.layout,
             endpoints=self._node.endpoints(),
-            lease_grace_ms=int(GRACE_SECONDS * 1000),
+            lease_grace_ms=int(self._grace * 1000),
         )
         return [prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=welcome)])]
 
