@@ -6,11 +6,13 @@ import random
 import time
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from deployment import Deployment
 from polling import until
 
 from baton.client import Client
+from baton.v1 import cache_pb2_grpc, common_pb2, prefill_pb2
 
 PAGE = 16
 TURNS = 8
@@ -61,6 +63,32 @@ def test_turns_compute_their_new_tokens_alone_wherever_they_land(split: Deployme
     nodes = [*split.of("prefill"), *split.of("decode")]
     assert sum(node.load().borrowed_pages for node in nodes) <= sum(node.load().lent_pages for node in nodes)
     assert not any(node.load().borrow_failures for node in nodes)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_a_stranger_asks_of_a_lender_is_refused(split: Deployment, role: str):
+    node = split.of(role)[1]
+    layout, Request = node.info().layout, prefill_pb2.PrefillRequest
+    name = common_pb2.Attempt(gateway=5, request=1)
+
+    def ask(hello: common_pb2.Layout, *requests: prefill_pb2.PrefillRequest) -> list[str]:
+        first = Request(hello=prefill_pb2.PrefillHello(incarnation=5, layout=hello))
+        with grpc.insecure_channel(node.address) as channel:
+            call = cache_pb2_grpc.CacheStub(channel).Lend(iter([first, *requests]), timeout=10)
+            try:
+                return [event.WhichOneof("kind") for answer in call for event in answer.events]
+            except grpc.RpcError as error:
+                return [error.code().name]
+
+    other = common_pb2.Layout()
+    other.CopyFrom(layout)
+    other.model_fingerprint = "another"
+    assert ask(other) == ask(common_pb2.Layout()) == ["FAILED_PRECONDITION"]
+    start = Request(start=prefill_pb2.PrefillStart(attempt=name, token_ids=[5, 6]))
+    assert ask(layout, start) == ["INVALID_ARGUMENT"]
+    cached = Request(cached=prefill_pb2.CachedPrompt(attempt=name, token_ids=range(5, 90)))
+    assert ask(layout, cached, cached) == ["INVALID_ARGUMENT"]
+    assert ask(layout) == ["welcome"]
 
 
 async def test_a_restarted_node_is_warmed_by_the_others(split: Deployment):

@@ -47,7 +47,7 @@ def _(tick: Wrong, leases: Leases[Lease], now: float) -> None:
             lease.free()
 
 
-@bug("no-attempt", "messages are matched by request, whatever the attempt", 100, Fetches, "of", seed=35)
+@bug("no-attempt", "messages are matched by request, whatever the attempt", 100, Fetches, "of", seed=31)
 def _(of: Wrong, fetches: Fetches[Fetch], address: str, message: PrefillOutput, now: float) -> Fetch | None:
     for name in fetches.running:
         if (name.gateway, name.request) == (message.name.gateway, message.name.request):
@@ -233,7 +233,7 @@ def _(give_back: Wrong, slots: BatchSlots, slot: int, after_step: int) -> None:
     50,
     Scheduler,
     "commit",
-    seed=29,
+    seed=9,
 )
 def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> None:
     for record, row in zip(step.records, result.rows, strict=True):
