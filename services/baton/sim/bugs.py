@@ -125,7 +125,7 @@ def _(forget: Wrong, fetches: Fetches[Fetch], fetch: Fetch) -> None:
     2600,
     SimPull,
     "_begin",
-    seed=2145,
+    seed=908,
 )
 def _(begin: Wrong, pull: SimPull) -> None:
     core = pull._node.core
