@@ -1,5 +1,5 @@
 """Attention of a whole model over one step: of each KV group by a backend for rows of one token and one for
-longer rows."""
+longer rows. Groups of states have none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 
 from baton.attention.base import AttentionBackend, AttentionRows
 from baton.attention.paged import PagedAttention
+from baton.attention.state_runs import state_runs
 from baton.attention.torch_sdpa import TorchAttention
 from baton.kvcache.kv_groups import places
 from baton.kvcache.kv_pool import PagePool
 from baton.layers.attention import AttentionOptions
+from baton.layers.batch import StateRun
 
 
 class ModelAttention:
@@ -31,8 +33,11 @@ class ModelAttention:
         groups = pool.layout.groups
         self.places = places(groups)
         """Of each layer its KV group, and its place in the group's pages."""
-        of_groups = [[options[layer] for layer in group.layers] for group in groups]
-        views = list(zip(pool.groups, of_groups, range(len(groups)), strict=True))
+        self.pool = pool
+        views = [
+            (view, [options[layer] for layer in group.layers], index)
+            for index, (group, view) in enumerate(zip(groups, pool.groups, strict=False))
+        ]
         self.chunks = [chunks(view, num_heads, own, index) for view, own, index in views]
         self.singles = [singles(view, num_heads, own, index) for view, own, index in views]
 
@@ -52,6 +57,9 @@ class StepAttention:
         self, model: ModelAttention, parts: list[tuple[list[AttentionBackend], AttentionRows]]
     ) -> None:
         self._options, self._places, self._parts = model.options, model.places, parts
+        self._pool = model.pool
+        self._runs: dict[int, list[StateRun]] = {}
+        """By state group."""
 
     def write_and_attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         latent = self._options[layer].latent
@@ -76,3 +84,12 @@ class StepAttention:
             else:
                 at = slice(rows.first, rows.first + rows.tokens)
                 backend.attend(place, q[at], out[at], rows)
+
+    def states(self, layer: int) -> tuple[Sequence[StateRun], Sequence[torch.Tensor]]:
+        group, place = self._places[layer]
+        pool = self._pool
+        if group not in self._runs:
+            size = pool.layout.page_size
+            parts = (rows for _, rows in self._parts)
+            self._runs[group] = [run for rows in parts for run in state_runs(rows, group, size, pool.device)]
+        return self._runs[group], pool.states[group - len(pool.groups)].layers[place]

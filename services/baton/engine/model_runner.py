@@ -89,7 +89,7 @@ class ModelRunner:
             pool, model.heads, model.attention_options, prefill_attention, decode_attention
         )
         tables = self._slots.tables.unbind(1)
-        places = sorted(self._attention.places.items())
+        places = sorted(self._attention.places.items()) if kernels else []
         self._caches = [LayerCache(tables[group], pool.layer_pages(layer)) for layer, (group, _) in places]
         self._body = make_body(model, kernels, context, batch_invariant)
         sampler: Sampler | CudaSampler | None = None
@@ -334,7 +334,7 @@ class ModelRunner:
             self._tokens(ids, token_slots),
             positions,
             self._attention.over(*parts),
-            self._caches if self.kernels else (),
+            self._caches,
             token_slots,
             self._slots.damage,
             None if every else wanted,

@@ -27,6 +27,7 @@ from baton.engine.scheduler_config import PromptRoute, SchedulerConfig
 from baton.engine.scheduler_state import SchedulerState
 from baton.engine.step_builder import Record, Step, StepBuilder, divide_budget
 from baton.kvcache import KvCacheManager
+from baton.layers.cache_spec import State
 from baton.tracing.recorder import EventKind
 
 
@@ -64,7 +65,9 @@ class Scheduler(SchedulerState):
         self._route = route
         self._may_admit = may_admit
         self._ask_turn = ask_turn
-        self._drafter = drafter
+        # A rejected draft would stay in a state.
+        states = any(isinstance(group.spec, State) for group in cache.groups)
+        self._drafter = None if states else drafter
         self._drafted_step = 0
         """The last step with drafts. Until it is read nobody knows where its rows end."""
         self._ahead = 2 * config.token_budget

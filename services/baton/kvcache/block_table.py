@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.kvcache.kv_groups import NO_PAGE
 from baton.kvcache.tree_node import TreeNode
 
 
@@ -16,7 +17,8 @@ class BlockTable:
       owned    taken by `extend`, in `owned`: only this sequence writes it, the holding gives it back;
       cached   was owned until `commit` gave it to the tree; locked by this holding, final.
     Quarantined pages stay in the table and belong to none of these. The first `dropped` places of a table
-    hold NO_PAGE: no later position of the sequence sees these pages.
+    hold NO_PAGE: no later position of the sequence sees these pages. In a group of states so do those that
+    CacheSpec.takes leaves out.
     """
 
     tables: list[list[int]]
@@ -59,8 +61,7 @@ class BlockTable:
     @property
     def held(self) -> int:
         """Pages in all tables."""
-        pairs = zip(self.tables, self.dropped, strict=True)
-        return sum(max(0, len(table) - dropped) for table, dropped in pairs)
+        return sum(len(table) - table.count(NO_PAGE) for table in self.tables)
 
     @property
     def released(self) -> bool:

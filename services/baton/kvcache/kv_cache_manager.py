@@ -111,14 +111,14 @@ class KvCacheManager:
 
     def lacking(self, holding: BlockTable, rows: int) -> int:
         """Pages that `extend` to `rows` page indexes would take."""
-        begin, count = len(holding), 0
-        for dropped in holding.dropped:
-            count += max(0, rows - max(begin, dropped))
-        return count
+        begin = len(holding)
+        pairs = zip(self.groups, holding.dropped, strict=True)
+        return sum(len(group.spec.takes(max(begin, dropped), rows)) for group, dropped in pairs)
 
     def extend(self, holding: BlockTable, rows: int) -> int:
         """Extends the page tables to `rows` page indexes, evicting cached pages where too few are free.
-        Returns the number of pages taken: a group takes none for indexes that it has dropped.
+        Returns the number of pages taken: a group takes none for indexes that it has dropped, and those of
+        the others that its spec names.
 
         Raises OutOfPages, having changed nothing, when that is not enough.
         """
@@ -132,10 +132,9 @@ class KvCacheManager:
             self._allocator.drop_cached(self._tree.evict(count - self._allocator.free))
         pages = self._allocator.take(count)
         holding.owned.update(pages)
-        for table, dropped in zip(holding.tables, holding.dropped, strict=True):
-            gone = max(0, min(rows, dropped) - begin)
-            taken = max(0, rows - begin - gone)
-            table += [NO_PAGE] * gone
+        for table, group, dropped in zip(holding.tables, self.groups, holding.dropped, strict=True):
+            taken = len(group.spec.takes(max(begin, dropped), rows))
+            table += [NO_PAGE] * (rows - begin - taken)
             table += pages[:taken]
             del pages[:taken]
         holding.changed()
@@ -164,7 +163,7 @@ class KvCacheManager:
         owned = holding.owned.intersection(pages)
         self._allocator.give_back(owned)
         holding.owned -= owned
-        self._tree.unreference([page for page in pages if page not in owned])
+        self._tree.unreference([page for page in pages if page != NO_PAGE and page not in owned])
 
     def commit(
         self, holding: BlockTable, tokens: Sequence[int], namespace: str = "", spare: int | None = None
@@ -342,7 +341,7 @@ class KvCacheManager:
             page
             for i, _ in self._windows
             for page in holding.tables[i][holding.dropped[i] : holding.committed]
-            if page not in holding.owned
+            if page != NO_PAGE and page not in holding.owned
         ]
 
     def _require_held(self, holding: BlockTable) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.layers.cache_spec import CacheSpec, Full
+from baton.layers.cache_spec import CacheSpec, Full, State
 
 NO_PAGE = -1
 """In a page table, instead of a page that no later position sees."""
@@ -52,28 +52,38 @@ def longest(groups: Sequence[KvGroup], pages: int, limit: int, page_size: int, a
     return low
 
 
-def divide_layers(specs: Sequence[CacheSpec]) -> tuple[tuple[KvGroup, ...], int]:
-    """Groups of a model whose layers have these declarations: those that see all first, then by window. And
-    the numbers that a page holds of each of its tokens, a multiple of `CacheSpec.values` of all groups.
+def divide_layers(
+    specs: Sequence[CacheSpec], page_size: int = 1, itemsize: int = 4
+) -> tuple[tuple[KvGroup, ...], int]:
+    """Groups of a model whose layers have these declarations: those that see all first, then by window, then
+    states. And the numbers, of `itemsize` bytes, that a page of `page_size` tokens holds of each of them: a
+    multiple of `CacheSpec.values` of all groups but those of states.
 
     A page holds as many for which the places that stay empty and the page tables are fewest together:
     gpt-oss (18 + 18 layers) has two groups of 18, Gemma 3 with 5 + 29 layers seven of 5, one place of them
     empty. Where layers keep different numbers of values, a page has room for more of the smaller ones.
     """
     counts = Counter(specs)
-    least = min(spec.values for spec in counts)
-    common = math.lcm(*(spec.values for spec in counts))
+    room = {spec: spec.room(page_size, itemsize) for spec in counts}
+    of_tokens = [spec.values for spec in counts if not isinstance(spec, State)]
+    least = min(of_tokens)
+    common = math.lcm(*of_tokens)
 
     def cost(size: int) -> tuple[int, int]:
         """Values and page tables, and values alone; a page table counts as a layer of the smallest."""
-        groups = sum(-(-count * spec.values // size) for spec, count in counts.items())
+        groups = sum(-(-count // (size // room[spec])) for spec, count in counts.items())
         return groups * (size + least), groups * size
 
-    most = max(-(-count * spec.values // common) for spec, count in counts.items())
-    size = min(range(common, most * common + 1, common), key=cost)
+    most = max(-(-count * room[spec] // common) for spec, count in counts.items())
+    first = -(-max(room.values()) // common)
+    size = min(range(first * common, most * common + 1, common), key=cost)
     groups: list[KvGroup] = []
-    for spec in sorted(counts, key=lambda spec: (spec.window is not None, spec.window or 0)):
+    for spec in sorted(counts, key=_place):
         layers = [layer for layer, own in enumerate(specs) if own == spec]
-        fit = size // spec.values
+        fit = size // room[spec]
         groups += [KvGroup(spec, tuple(layers[start : start + fit])) for start in range(0, len(layers), fit)]
     return tuple(groups), size
+
+
+def _place(spec: CacheSpec) -> tuple[bool, bool, int]:
+    return isinstance(spec, State), spec.window is not None, spec.window or 0

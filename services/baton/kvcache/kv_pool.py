@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from baton.kvcache.kv_groups import KvGroup, divide_layers
-from baton.layers.cache_spec import CacheSpec
+from baton.layers.cache_spec import STATE_ITEMSIZE, CacheSpec, State
+
+MOST_TOKENS = 1024
+"""Of a page whose size nobody names."""
 
 
-def default_page_size(device: torch.device) -> int:
-    """Tokens per page where none are named: on a GPU as many as attention kernels load at a time."""
-    return 16 if device.type == "cpu" else 128
+def default_page_size(device: torch.device, specs: Sequence[CacheSpec] = (), itemsize: int = 2) -> int:
+    """Tokens per page where none are named: on a GPU as many as attention kernels load at a time. `specs`: of
+    each layer; more tokens where the keys and values of all layers together, of `itemsize` bytes a number,
+    would take less of a page than a layer's state does."""
+    size = 16 if device.type == "cpu" else 128
+    states = [spec for spec in specs if isinstance(spec, State)]
+    values = sum(spec.values for spec in specs if not isinstance(spec, State))
+    while states and size < MOST_TOKENS and max(s.room(size, itemsize) for s in states) > values:
+        size *= 2
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +53,47 @@ class KvLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLayout:
+    """What the bytes of a state group's page mean: the float32 numbers of each layer's tensors, contiguous,
+    one tensor behind the other."""
+
+    num_layers: int
+    """Layers that a page has room for; the group may have fewer."""
+    shapes: tuple[tuple[int, ...], ...]
+    page_size: int
+    """Tokens per page."""
+    page_bytes: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def bytes_per_token_per_layer(self) -> int:
+        """Of a layer's part of a page, rounded up."""
+        return -(-sum(map(math.prod, self.shapes)) * STATE_ITEMSIZE // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
 class PoolLayout:
     """What the pages of a pool hold: as many bytes in all groups."""
 
     groups: tuple[KvGroup, ...]
     layouts: tuple[KvLayout, ...]
-    """One of each group."""
+    """One of each group but those of states, which come last."""
+    states: tuple[StateLayout, ...] = ()
+    """One of each group of states."""
 
     @classmethod
     def of(cls, specs: Sequence[CacheSpec], page_size: int, dtype: torch.dtype) -> PoolLayout:
         """`specs`: of each layer."""
-        groups, size = divide_layers(specs)
-        return cls(
-            groups,
-            tuple(
-                KvLayout(size // spec.values, spec.heads, spec.head_dim, page_size, dtype, spec.parts)
-                for spec in (group.spec for group in groups)
-            ),
-        )
+        groups, size = divide_layers(specs, page_size, dtype.itemsize)
+        layouts: list[KvLayout] = []
+        states: list[StateLayout] = []
+        for spec in (group.spec for group in groups):
+            fit = size // spec.room(page_size, dtype.itemsize)
+            if isinstance(spec, State):
+                states.append(StateLayout(fit, spec.shapes, page_size, size * page_size * dtype.itemsize))
+            else:
+                layouts.append(KvLayout(fit, spec.heads, spec.head_dim, page_size, dtype, spec.parts))
+        return cls(groups, tuple(layouts), tuple(states))
 
     @property
     def page_size(self) -> int:
@@ -80,12 +114,37 @@ class PoolLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """In all groups."""
-        return len(self.groups) * self.page_bytes // self.page_size
+        """In all groups but those of states."""
+        return len(self.layouts) * self.page_bytes // self.page_size
+
+    def pages(self, rows: int) -> int:
+        """Size of a pool that is to hold so many page indexes of sequences. In groups of states few of these
+        have a page."""
+        return rows * len(self.layouts) + min(rows, max(ROWS_WITH_STATES, rows // 8)) * len(self.states)
 
     def with_heads(self, heads: int) -> PoolLayout:
         """The part of each page that has so many of the heads."""
         return replace(self, layouts=tuple(replace(each, num_kv_heads=heads) for each in self.layouts))
+
+
+ROWS_WITH_STATES = 12
+"""Enough for two long sequences: see State.peak."""
+
+
+class StatePool:
+    """The view of a group of states of a pool's pages."""
+
+    def __init__(self, layout: StateLayout, raw: torch.Tensor) -> None:
+        """`raw`: uint8 [pages, page_bytes]."""
+        own = sum(map(math.prod, layout.shapes))
+        numbers = raw.view(torch.float32)
+        self.layers: list[list[torch.Tensor]] = []
+        """Of each layer its tensors, float32 [pages, *shape]."""
+        for layer in range(layout.num_layers):
+            sizes = [math.prod(shape) for shape in layout.shapes]
+            parts = torch.split(numbers[:, layer * own : (layer + 1) * own], sizes, 1)
+            shaped = zip(parts, layout.shapes, strict=True)
+            self.layers.append([part.view(-1, *shape) for part, shape in shaped])
 
 
 class KvPool:
@@ -177,12 +236,13 @@ class PagePool:
             first if each == first.layout else KvPool(each, num_pages, device, first.raw, spare, heads)
             for each in layout.layouts
         ]
-        """The view of each group."""
+        """The view of each group but those of states."""
+        self.states = [StatePool(each, first.raw) for each in layout.states]
         self.num_pages, self.device, self.heads, self.raw = num_pages, first.device, first.heads, first.raw
 
     def layer_pages(self, layer: int) -> torch.Tensor:
         """A layer's part of all pages: [page, kv head, part, token, dim]."""
-        for group, view in zip(self.layout.groups, self.groups, strict=True):
+        for group, view in zip(self.layout.groups, self.groups, strict=False):
             if layer in group.layers:
                 return view.pages[:, :, group.layers.index(layer)]
         raise LookupError(f"layer {layer} keeps nothing")

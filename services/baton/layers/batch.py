@@ -11,6 +11,24 @@ import torch
 from baton.layers.rope import Rope
 
 
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """Consecutive tokens of a step through which states go on: one token of each of several sequences, or
+    several of one."""
+
+    first: int
+    """Index in the step."""
+    tokens: int
+    rows: int
+    """Sequences."""
+    reads: torch.Tensor
+    """int64 [rows]: the pages that hold the states before the tokens; any page of a sequence that begins."""
+    writes: torch.Tensor
+    """int64 [rows]: where the states behind the tokens belong."""
+    begins: torch.Tensor | None
+    """bool [rows]: nothing is before the tokens; None: of none."""
+
+
 class StepAttention(Protocol):
     """Attention of all layers over one step's rows: `attention.step.StepAttention`."""
 
@@ -23,6 +41,11 @@ class StepAttention(Protocol):
         """q [tokens, heads, head_dim] into `out` of that shape, once the layer's keys and values are in the
         pool. Of latents: absorbed queries [tokens, heads, rank + rotated], weighted latents
         [tokens, heads, rank]."""
+        ...
+
+    def states(self, layer: int) -> tuple[Sequence[StateRun], Sequence[torch.Tensor]]:
+        """What a recurrent layer needs: the step's runs, in the order in which they are to be computed, and
+        the tensors of its state in all pages, float32 [pages, *shape]."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +24,10 @@ class CacheSpec:
     def values(self) -> int:
         """Numbers that a layer keeps of a token."""
         return self.parts * self.heads * self.head_dim
+
+    def room(self, page_size: int, itemsize: int) -> int:
+        """A layer's part of a page, in numbers of `itemsize` bytes for each of its tokens."""
+        return self.values
 
     @property
     def window(self) -> int | None:
@@ -48,6 +53,10 @@ class CacheSpec:
         if position is None:
             return self.sees(pages * page_size, page_size)
         return self.keeps(position, page_size)
+
+    def takes(self, begin: int, rows: int) -> range:
+        """A sequence grows by the page indexes from `begin` to `rows` - 1: those that need a page."""
+        return range(begin, rows)
 
     def peak(self, tokens: int, page_size: int, ahead: int) -> int:
         """Most pages at a time of a sequence that grows to `tokens` tokens, of which steps that have not
@@ -90,6 +99,53 @@ class SlidingWindow(CacheSpec):
 
     def peak(self, tokens: int, page_size: int, ahead: int) -> int:
         return min(-(-tokens // page_size), -(-(self.size - 1 + ahead) // page_size) + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class State(CacheSpec):
+    """What a recurrent layer remembers of all tokens so far: float32 tensors whose size does not depend on
+    them.
+
+    The page at index i holds the state behind the last token, so far, of that page. While its sequence grows
+    within the page, steps overwrite it: it is the live state. Once the page is full it is final: a snapshot
+    at a page border. A step keeps the snapshot at the last border that it reaches, and none at those before:
+    their indexes have no page.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    kind: ClassVar[str] = "state"
+    rows_may_lack: ClassVar[bool] = True
+
+    @property
+    def numbers(self) -> int:
+        """In the state of a layer."""
+        return sum(map(math.prod, self.shapes))
+
+    def room(self, page_size: int, itemsize: int) -> int:
+        return -(-self.numbers * STATE_ITEMSIZE // (page_size * itemsize))
+
+    def sees(self, position: int, page_size: int) -> int:
+        return max(0, position - 1) // page_size
+
+    def takes(self, begin: int, rows: int) -> range:
+        return range(max(begin, rows - 2), rows)
+
+    @staticmethod
+    def stops(start: int, end: int, page_size: int) -> list[int]:
+        """Positions before which a row that computes `start` to `end` - 1 writes its state: the border of the
+        page within which it begins, the last border that it reaches, and its end."""
+        borders = {(end - 1) // page_size * page_size, end}
+        if start % page_size:
+            borders.add((start // page_size + 1) * page_size)
+        return sorted(border for border in borders if start < border <= end)
+
+    def peak(self, tokens: int, page_size: int, ahead: int) -> int:
+        """Two that are kept, and two for each of two steps in flight."""
+        return min(-(-tokens // page_size), 6)
+
+
+STATE_ITEMSIZE = 4
+"""Bytes of a number in a state."""
 
 
 def attention_cache(window: int | None, heads: int = 1, head_dim: int = 1) -> CacheSpec:

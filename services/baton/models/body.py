@@ -62,7 +62,7 @@ class ModuleBody:
             return
         from baton.models.device_mixture import device_mixture
 
-        for rope in {layer.attention.rope for layer in self._kernels.layers}:
+        for rope in self._kernels.ropes:
             rope.prepare_kernels(context_length, model.device)
         for mixture in self._kernels.mixtures:
             mixture.kernels = device_mixture(mixture)

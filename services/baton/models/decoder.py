@@ -20,6 +20,8 @@ from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.quantization.cpu import MakeProduct
 from baton.layers.quantization.weight_method import QuantizedWeight
+from baton.layers.recurrent import RecurrentModule
+from baton.layers.rope import Rope
 from baton.layers.tensor_parallel import Communicator, Shard
 from baton.models.config import ModelConfig
 from baton.models.device_mixture import kernels_know
@@ -69,7 +71,7 @@ class FeedForward(Protocol):
 
 class Layer(Protocol):
     @property
-    def attention(self) -> AttentionModule: ...
+    def attention(self) -> AttentionModule | RecurrentModule: ...
 
     @property
     def mixture(self) -> Mixture | None: ...
@@ -83,7 +85,11 @@ class DecoderLayer:
     """hidden += attention(norm(hidden)); hidden += feed_forward(norm(hidden))"""
 
     def __init__(
-        self, input_norm: RmsNorm, attention: AttentionModule, post_norm: RmsNorm, feed_forward: FeedForward
+        self,
+        input_norm: RmsNorm,
+        attention: AttentionModule | RecurrentModule,
+        post_norm: RmsNorm,
+        feed_forward: FeedForward,
     ) -> None:
         self.input_norm, self.attention = input_norm, attention
         self.post_norm, self.feed_forward = post_norm, feed_forward
@@ -163,6 +169,11 @@ class Decoder:
     def mixtures(self) -> list[Mixture]:
         return [mixture for layer in self.layers if (mixture := layer.mixture) is not None]
 
+    @property
+    def ropes(self) -> set[Rope]:
+        """The layers' rotations."""
+        return {layer.attention.rope for layer in self.layers if layer.attention.rope is not None}
+
     def set_kv_scales(self, scales: torch.Tensor) -> None:
         for layer, own in zip(self._writing, scales, strict=True):
             layer.attention.options = replace(layer.attention.options, kv_scales=own)
@@ -182,7 +193,7 @@ class Decoder:
         """Computes the rotations of all positions, and on a CPU brings the matrices into the layout that
         computes fastest, one by one."""
         positions = self.config.used_length
-        for rope in {layer.attention.rope for layer in self.layers}:
+        for rope in self.ropes:
             rope.prepare(positions, self.dtype, self.device)
         if self.config.tied and self.head.quantized is not None:
             self.head.quantized.fill(0, self.embedding)

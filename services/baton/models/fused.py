@@ -65,7 +65,8 @@ class FusedDecoder:
         """Then rank 0 alone has the biases of what is summed, and all must take the same path."""
         layers = plain_layers(model)
         assert layers is not None
-        layers[0].attention.rope.prepare_kernels(context_length, model.device)
+        for rope in model.ropes:
+            rope.prepare_kernels(context_length, model.device)
         self._layers: list[_Weights] = []
         for layer in layers:
             attention, mlp = layer.attention, layer.feed_forward

@@ -24,6 +24,7 @@ from baton.layers.cache_spec import CacheSpec
 from baton.sim import draft_bugs as draft_bugs
 from baton.sim import gateway_bugs as gateway_bugs
 from baton.sim import source_bugs as source_bugs
+from baton.sim import state_bugs as state_bugs
 from baton.sim.planting import BUGS as BUGS
 from baton.sim.planting import Wrong, bug
 from baton.sim.planting import planted as planted
@@ -81,7 +82,7 @@ ANY_RELEASE_STOOD = (Leases, "release", _any_release_stood)
     Fetches,
     "peer_down",
     ANY_RELEASE_STOOD,
-    seed=2,
+    seed=10,
 )
 def _(peer_down: Wrong, fetches: Fetches[Fetch], address: str, reason: str) -> None:
     """Fetches are tied to an address, not to an incarnation of the process there."""
@@ -188,7 +189,7 @@ def _(announced: Wrong, fetches: Fetches[Fetch], fetch: Fetch, chunk: ChunkAnnou
     announced(fetches, fetch, replace(chunk, step=0), now)
 
 
-@bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, Fetches, "_stop", seed=244)
+@bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, Fetches, "_stop", seed=166)
 def _(stop: Wrong, fetches: Fetches[Fetch], pull: int, address: str) -> None:
     pass
 

@@ -2,7 +2,8 @@
 
 The KV entry of a token in a group is 8 bytes: its id, and a checksum of the id and of what the token sees
 before it, found in the pages of all groups. So an entry stands for everything before it, and one page that is
-stale, foreign, torn, of another group or not written changes what is sampled.
+stale, foreign, torn, of another group or not written changes what is sampled. A page of a state group begins
+with one such entry, that of the last token so far.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import pairwise
 
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit, StepPlan, StepResult
 from baton.kvcache import NO_PAGE
+from baton.layers.cache_spec import State
 from baton.sim.grammar import SimGrammar, SimMatcher
 from baton.sim.world import Violation
 from baton.worker.ranks.channel import CollectiveError
@@ -29,16 +31,17 @@ _UNWRITTEN = 0xEE
 
 
 Windows = tuple[int | None, ...]
-"""Windows of the model's KV groups."""
+"""Windows of the model's KV groups; STATE: a group of states."""
+STATE = 0
 ONE: Windows = (None,)
 
 
 def entries(token: int, before: Sequence[bytes | bytearray], windows: Windows) -> list[bytes]:
     """The KV entries of a token, one a group. `before`: of each group what the token sees before its own
-    position; of a group without a window its last entry is enough."""
+    position; of a group without a window, and of one of states, its last entry is enough."""
     checksum = 0
     for group, (seen, window) in enumerate(zip(before, windows, strict=True)):
-        if window is not None:
+        if window:
             checksum = zlib.crc32(seen, checksum)
         elif seen:
             last = _ENTRY.unpack(seen[-ENTRY_BYTES:])[1]
@@ -61,14 +64,14 @@ class History:
         self._entries = [bytearray() for _ in windows]
 
     def append(self, token: int) -> None:
-        before = [self._last(group, 1 if window is None else window - 1) for group, window in self._groups]
+        before = [self._last(group, window - 1 if window else 1) for group, window in self._groups]
         for group, written in enumerate(entries(token, before, self._windows)):
             self._entries[group] += written
 
     @property
     def seen(self) -> bytes:
         """What the last token sees, in all groups."""
-        return b"".join(self._last(group, window) for group, window in self._groups)
+        return b"".join(self._last(group, 1 if window == STATE else window) for group, window in self._groups)
 
     @property
     def logprob(self) -> float:
@@ -243,6 +246,9 @@ class SimRunner:
         self._penalized: list[list[int] | None] = [None] * max_slots
         """Prompt and output, as far as sampled; None: without penalties."""
         self._matchers: list[SimMatcher | None] = [None] * max_slots
+        self._passed: dict[tuple[int, int, int, int], bytes] = {}
+        """States that the last step has passed in a row whose logits are all wanted: by slot, group, head and
+        position."""
 
     def launch(self, plan: StepPlan) -> SimLaunchedStep:
         if self.fail_next_launch:
@@ -293,6 +299,7 @@ class SimRunner:
                 self._last[init.slot] = init.last_token
 
     def write(self, plan: StepPlan) -> None:
+        self._passed.clear()
         inputs = [row.tokens or (self._last[row.slot], *row.drafts) for row in plan.rows]
         for row, tokens in zip(plan.rows, inputs, strict=True):
             self._write(plan, row, tokens)
@@ -331,18 +338,50 @@ class SimRunner:
 
     def _write(self, plan: StepPlan, row: PlanRow, tokens: Sequence[int]) -> None:
         size = self.pool.page_size
+        stops = State.stops(row.start, row.start + len(tokens), size)
+        states: dict[tuple[int, int], bytes] = {}
         for position, token in enumerate(tokens, row.start):
             if position == row.start or position % size == 0:
-                for table in row.tables:
-                    self._check_write(plan, table[position // size])
+                for table, window in zip(row.tables, self._windows, strict=True):
+                    if window != STATE:
+                        self._check_write(plan, table[position // size])
             for head in self._heads:
                 before = [
-                    self._read(head, table, position + 1 - (2 if window is None else window), position)
-                    for table, window in zip(row.tables, self._windows, strict=True)
+                    states.get((group, head), b"") or self._read_state(head, table, position)
+                    if window == STATE
+                    else self._read(head, table, position + 1 - (window or 2), position)
+                    for group, (table, window) in enumerate(zip(row.tables, self._windows, strict=True))
                 ]
                 offset = head * self.pool.head_bytes + position % size * ENTRY_BYTES
-                for table, written in zip(row.tables, entries(token, before, self._windows), strict=True):
-                    self.pool.write(table[position // size], offset, salted(head, written))
+                written = entries(token, before, self._windows)
+                for group, (table, window) in enumerate(zip(row.tables, self._windows, strict=True)):
+                    if window != STATE:
+                        self.pool.write(table[position // size], offset, salted(head, written[group]))
+                        continue
+                    states[group, head] = written[group]
+                    if row.prompt_logprobs:
+                        self._passed[row.slot, group, head, position] = written[group]
+                    if position + 1 in stops:
+                        self._write_state(plan, head, table, position, written[group])
+
+    def _write_state(
+        self, plan: StepPlan, head: int, table: Sequence[int], position: int, state: bytes
+    ) -> None:
+        """The state behind the token at `position`."""
+        page = table[position // self.pool.page_size]
+        if page == NO_PAGE:
+            raise Violation(f"state: there is no page for the state behind position {position}")
+        self._check_write(plan, page)
+        self.pool.write(page, head * self.pool.head_bytes, salted(head, state))
+
+    def _read_state(self, head: int, table: Sequence[int], position: int) -> bytes:
+        """The state before the token at `position`; empty at a sequence's beginning."""
+        if not position:
+            return b""
+        page = table[(position - 1) // self.pool.page_size]
+        if page == NO_PAGE:
+            raise Violation(f"state: the state before position {position} is gone")
+        return salted(head, self.pool.read(page, head * self.pool.head_bytes, ENTRY_BYTES))
 
     def _read(self, head: int, table: Sequence[int], first: int, behind: int) -> bytes:
         """A head's entries of the positions from `first`, or 0, to `behind`."""
@@ -356,16 +395,16 @@ class SimRunner:
 
     def _seen(self, row: PlanRow, end: int) -> bytes:
         """What the token at `end` - 1 sees, in all groups."""
-        pairs = list(zip(row.tables, self._windows, strict=True))
-        return combined(
-            [
-                b"".join(
-                    self._read(head, table, 0 if window is None else end - window, end)
-                    for table, window in pairs
-                )
-                for head in self._heads
-            ]
-        )
+        return combined([b"".join(self._seen_by(row, head, end)) for head in self._heads])
+
+    def _seen_by(self, row: PlanRow, head: int, end: int) -> Iterable[bytes]:
+        for group, (table, window) in enumerate(zip(row.tables, self._windows, strict=True)):
+            if window != STATE:
+                yield self._read(head, table, 0 if window is None else end - window, end)
+            elif end < row.start + row.count:
+                yield self._passed[row.slot, group, head, end - 1]
+            else:
+                yield self._read_state(head, table, end)
 
     def _sample(self, row: PlanRow, seen: Sequence[bytes]) -> tuple[int, ...]:
         if not row.drafts:

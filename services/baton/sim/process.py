@@ -16,12 +16,12 @@ from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.kvcache import NO_PAGE, KvCacheManager, KvGroup, PageAllocator, PrefixTree
 from baton.kvcache.kv_groups import peak
 from baton.kvcache.page_allocator import PageState
-from baton.layers.cache_spec import attention_cache
+from baton.layers.cache_spec import CacheSpec, State, attention_cache
 from baton.layers.tensor_parallel import Shard
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
 from baton.sim.grammar import SimGrammar
-from baton.sim.model import ONE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner, Windows
+from baton.sim.model import ONE, STATE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner, Windows
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.ranks import SimRanks
 from baton.sim.scheduler_rules import check_scheduler
@@ -165,7 +165,7 @@ class Worker(SimProcess, WorkerShell[C]):
         self.config = config
         self.recorder = Recorder(config.recorder_events, self.clock)
         self.machine = machine
-        groups = tuple(KvGroup(attention_cache(window)) for window in machine.windows)
+        groups = tuple(KvGroup(_spec(window)) for window in machine.windows)
         # Enough for one sequence of as many tokens.
         pages = peak(groups, config.kv_tokens, config.page_size, 2 * config.token_budget)
         self.pool = SimPool(pages, config.page_size, machine.heads)
@@ -429,7 +429,16 @@ class Worker(SimProcess, WorkerShell[C]):
             )
 
 
+def _spec(window: int | None) -> CacheSpec:
+    return State(((1,),)) if window == STATE else attention_cache(window)
+
+
 def _used(row: PlanRow, groups: Sequence[KvGroup], size: int) -> Iterator[int]:
     """The pages that a row reads or writes."""
+    end = row.start + row.count
     for group, table in zip(groups, row.tables, strict=True):
-        yield from table[group.spec.sees(row.start, size) : -(-(row.start + row.count) // size)]
+        if isinstance(group.spec, State):
+            yield from (table[(stop - 1) // size] for stop in State.stops(row.start, end, size))
+            yield from table[group.spec.sees(row.start, size) :][: row.start > 0]
+        else:
+            yield from table[group.spec.sees(row.start, size) : -(-end // size)]

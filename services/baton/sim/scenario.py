@@ -11,7 +11,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.rpc.validate import MAX_STOP_TOKENS
 from baton.sim.faults import Fault, draw_babbles, draw_faults, draw_hangs
 from baton.sim.grammar import SPEC
-from baton.sim.model import ONE, POISON, POISONS, SILENT_POISON, VOCAB, Windows, reference
+from baton.sim.model import ONE, POISON, POISONS, SILENT_POISON, STATE, VOCAB, Windows, reference
 from baton.sim.process import Machine
 from baton.sim.transport import SLOWEST_PACE
 
@@ -65,7 +65,7 @@ class GatewaySettings:
 class Scenario:
     seed: int
     windows: Windows
-    """Windows of the model's KV groups."""
+    """Windows of the model's KV groups, and STATE for its groups of states."""
     latency: float
     gateways: int
     gateway: GatewaySettings
@@ -101,10 +101,13 @@ def make_scenario(seed: int) -> Scenario:
         _decode(rng, tight, ahead) for _ in range(rng.choice((2, 3) if tight else (1, 1, 2, 2, 3)))
     )
     prefill = tuple(_prefill(rng, tight) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3))))
+    prefill, decode, of_ranks = _ranks(random.Random(f"ranks {seed}"), prefill, decode)
+    if all(machine.ranks == 1 for _, machine in (*prefill, *decode)):  # several ranks know no states
+        windows += random.Random(f"memory {seed}").choice(((), (), (STATE,), (STATE, STATE)))
     decode = tuple((config, replace(machine, windows=windows)) for config, machine in decode)
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
-    decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
-    prefill, decode, of_ranks = _ranks(random.Random(f"ranks {seed}"), prefill, decode)
+    if STATE not in windows:  # rejected drafts would stay in states
+        decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
     expiries: list[Fault] = []
     if tight:
         prefill, decode, expiries = _expiries(random.Random(f"expiry {seed}"), prefill, decode)

@@ -26,7 +26,7 @@ from baton.grammar.compiler import THREADS, GrammarCompiler
 from baton.grammar.trials import Trials, TrialVocabulary
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_groups import longest
-from baton.kvcache.kv_pool import PagePool, PoolLayout, default_page_size
+from baton.kvcache.kv_pool import KvLayout, PagePool, PoolLayout, StateLayout, default_page_size
 from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.config import ModelError
 from baton.models.decoder import LanguageModel
@@ -183,7 +183,7 @@ def _build_ranked(
     name = model_fingerprint(config, path, model, device)
     ranks.loaded(name)
     shape = model.config
-    size = config.page_size or default_page_size(device)
+    size = config.page_size or default_page_size(device, model.caches, model.dtype.itemsize)
     context = min(config.context_length or shape.context_length, shape.context_length)
     layout = kv_layout(model, size, context)
     own = own_part(layout, ranks.shard, device)[0]
@@ -291,6 +291,7 @@ def _tuned(runner: Runner[Any], groups: int) -> TunedRunner:
 def _layout_message(
     layout: PoolLayout, model_fingerprint: str, scales: torch.Tensor | None
 ) -> common_pb2.Layout:
+    layouts: list[KvLayout | StateLayout] = [*layout.layouts, *layout.states]
     groups = [
         common_pb2.KvGroup(
             kind=group.spec.kind,
@@ -300,7 +301,7 @@ def _layout_message(
             window=group.spec.window or 0,
             scales="" if scales is None else digest(scales[list(group.layers)]),
         )
-        for group, of_group in zip(layout.groups, layout.layouts, strict=True)
+        for group, of_group in zip(layout.groups, layouts, strict=True)
     ]
     return common_pb2.Layout(
         model_fingerprint=model_fingerprint,

@@ -35,14 +35,14 @@ def num_pages(
     make_runner: Callable[[PagePool], Runner[Any]] | None,
     together: int = 1,
 ) -> int:
-    """Pages of --kv-tokens: for so many tokens in all KV groups. By default, on a GPU, what --memory-fraction
-    leaves beside the loaded weights and the working memory, which is measured with a runner (None: there is
-    none); on a CPU, enough for many contexts within 1 GiB. Raises BatonError."""
+    """Pages of --kv-tokens: for so many tokens in all KV groups (see PoolLayout.pages). By default, on a GPU,
+    what --memory-fraction leaves beside the loaded weights and the working memory, which is measured with a
+    runner (None: there is none); on a CPU, enough for many contexts within 1 GiB. Raises BatonError."""
     size, groups = layout.page_size, len(layout.groups)
     if config.kv_tokens:
         if config.kv_tokens < size:
             raise invalid("kv_tokens", f"--kv-tokens must be at least one page ({size} tokens)")
-        return config.kv_tokens // size * groups
+        return layout.pages(config.kv_tokens // size)
     context = min(config.context_length or context_length, context_length)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -56,8 +56,9 @@ def num_pages(
         # Ranks that share a GPU have loaded as much each, and get as much of what is free.
         free, total = free // together, total // together
         return fitting(own, working, free, total, config.memory_fraction, layout, least)
-    fitting_host = AUTO_KV_BYTES // (groups * layout.page_bytes)
-    return groups * max(min(AUTO_KV_TOKENS // size, fitting_host), -(-min(context, AUTO_KV_TOKENS) // size))
+    least, most = -(-min(context, AUTO_KV_TOKENS) // size), AUTO_KV_BYTES // layout.page_bytes
+    wanted = min(layout.pages(AUTO_KV_TOKENS // size), most // groups * groups)
+    return max(wanted, layout.pages(least))
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from baton.attention.registry import resolve as resolve_attention
 from baton.config import WorkerConfig
 from baton.gguf_file import close_opened
 from baton.kvcache.kv_pool import PoolLayout, default_page_size
+from baton.layers.cache_spec import State
 from baton.layers.tensor_parallel import ONE_RANK, Communicator, IndexRange, Shard
 from baton.model_path import resolve
 from baton.models.config import read_config
@@ -81,6 +82,8 @@ def check_model(config: WorkerConfig, device: torch.device) -> None:
     if config.tp == 1 and config.kv_dtype == "auto":
         return
     specs = cache_specs(read_config(path, implementation=config.model_impl))
+    if any(isinstance(spec, State) for spec in specs):
+        raise failed_precondition("models with recurrent layers: leave out --tp and --kv-dtype")
     if (problem := indivisible(specs, config.tp, config.kv_dtype)) is not None:
         raise failed_precondition(problem)
     if config.tp == 1:
@@ -136,7 +139,7 @@ def load(
     )
     if isinstance(model, TransformersModel):
         (prefill, _), (decode, _) = attention_of(config, model, device)
-        page_size = config.page_size or default_page_size(device)
+        page_size = config.page_size or default_page_size(device)  # none of these has states
         check_attention(model, kv_layout(model, page_size, model.config.used_length), prefill, decode)
     seconds = time.monotonic() - started
     _log.info(
