@@ -20,7 +20,7 @@ from pathlib import Path
 from baton.bench.engine_bench import EngineBench
 from baton.bench.machine import machine, versions
 from baton.bench.workload import TokenRange, Workload
-from baton.config import WorkerConfig
+from baton.config import DecodeConfig
 from baton.engine.request import Sequence as TokenSequence
 from baton.rpc.logs import configure
 
@@ -62,7 +62,9 @@ def main() -> None:
             write_shape(model, Path(folder))
             model, load = folder, "dummy"
         bench = EngineBench(
-            WorkerConfig(
+            DecodeConfig(
+                draft="suffix",
+                draft_tokens=DRAFTS[-1],
                 model=model,
                 load_format=load,
                 device=options.device,

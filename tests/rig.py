@@ -78,6 +78,7 @@ def make(
     poison: float = 0.0,
     kv_scales: torch.Tensor | None = None,
     quantization: str = "auto",
+    draft_tokens: int = 0,
 ):
     """A runner and its cache; kind: "cpu", or on the GPU "plain" (without kernels, with the torch backend),
     "fa3" or "triton" (the same with that one), "graphs" or "eager" (with kernels), or these with their
@@ -108,6 +109,7 @@ def make(
             kernels=True,
             graphs=kind != "eager",
             batch_invariant=kind == "invariant",
+            draft_tokens=draft_tokens,
         )
     else:
         torch_name = "torch" if model.caches[0].parts == 2 else "torch-mla"

@@ -188,6 +188,11 @@ class WorkerConfig(NodeConfig):
     """A step that takes longer, and four times as long as steps of its size do, makes health NOT_SERVING, and
     ends the callers' streams so that their requests go elsewhere; until it ends. The first one has 60 s."""
 
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a row, at most."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
@@ -223,6 +228,10 @@ class DecodeConfig(WorkerConfig):
     """A hand-off fails if its prefill node sends nothing for this time."""
     pull_seconds: float = 60.0
     """A copy of pages that takes longer is given up, its destination pages quarantined until it has ended."""
+
+    @property
+    def most_drafts(self) -> int:
+        return 0 if self.draft == "off" else self.draft_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

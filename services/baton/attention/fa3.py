@@ -37,6 +37,8 @@ def mismatch(torch_version: str | None = None, kernel_version: str | None = None
 
 
 _HEAD_DIMS = (64, 96, 128, 192, 256)
+MOST_FEW = 8
+"""Tokens of a decode row with its drafts, at most."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -86,11 +88,10 @@ class Fa3Attention(PagedAttention):
         self._to_fp8 = to_fp8
 
     def plan(self, rows: AttentionRows) -> None:
-        """Computes once for all layers without a window how rows of one token are split among
-        multiprocessors."""
-        if rows.starts is not None or all(options.window is not None for options in self._options):
+        """Computes once for all layers without a window how decode rows are split among multiprocessors."""
+        if rows.longest > MOST_FEW or all(options.window is not None for options in self._options):
             return
-        rows.plans[self._group] = self._divided(rows)
+        rows.plans[self._group] = self._divided(rows, rows.starts, rows.longest)
 
     def _divided(
         self, rows: AttentionRows, starts: torch.Tensor | None = None, longest: int = 1, num_splits: int = 0

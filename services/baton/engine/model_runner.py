@@ -33,7 +33,9 @@ from baton.engine.step_graphs import (
     Inputs,
     Progress,
     batch_sizes,
+    chunk_shapes,
     chunk_sizes,
+    draft_shapes,
 )
 from baton.engine.step_sampling import StepSampling, pool_states
 from baton.kvcache.kv_pool import PagePool
@@ -59,14 +61,16 @@ class ModelRunner:
         kernels: bool = False,
         graphs: bool = True,
         batch_invariant: bool = False,
+        draft_tokens: int = 0,
         progress: Progress | None = None,
     ) -> None:
         """`kernels`: layers write into the pool, and tokens are sampled, by Hopper's kernels; only then there
         are `graphs`, and `batch_invariant`: matrix products in an order that does not depend on the batch;
         together with batch-invariant attention, a sequence's tokens depend on the sequence alone.
         `context_length`: positions that will be used; 0: the model's. `token_budget`: no step has more
-        tokens. `progress` is called as graphs are captured. Raises ValueError for a pool without a spare page
-        where rows may pad a batch, and for a model that cannot be computed invariantly."""
+        tokens; `draft_tokens`: no row has more drafts. `progress` is called as graphs are captured. Raises
+        ValueError for a pool without a spare page where rows may pad a batch, and for a model that cannot be
+        computed invariantly."""
         if kernels and len(pool.raw) == pool.num_pages:
             raise ValueError("the pool needs a spare page for rows that pad a batch")
         self.max_slots = max_slots
@@ -104,15 +108,18 @@ class ModelRunner:
         if kernels and graphs and getattr(decode_attention, "graphs", False):
             assert isinstance(model, Decoder)
             with torch.inference_mode():
-                logits = torch.empty(max_slots, self.vocab_size, dtype=model.dtype, device=self._device)
+                shapes = draft_shapes(draft_tokens, max_slots)
+                most = max([max_slots, *(shape.wanted for shape in shapes)])
+                logits = torch.empty(most, self.vocab_size, dtype=model.dtype, device=self._device)
                 works = self._decode, self._sample_plain, self._sample_masked
                 self.graphs = DecodeGraphs(batch_sizes(max_slots), max_slots, logits, *works, progress)
                 self._sampling.graphs = self.graphs
                 if getattr(prefill_attention, "graphs", False) and not batch_invariant:
                     # Chunk graphs attend to rows of one token as to chunks.
                     sizes = chunk_sizes(bool(model.mixtures), token_budget, context)
+                    shapes += chunk_shapes(sizes, max_slots)
                     self.chunk_graphs = ChunkGraphs(
-                        sizes, max_slots, logits, self._small, self.graphs.pool, progress
+                        shapes, max_slots, logits, self._small, self.graphs.pool, progress
                     )
 
     # --- a step -----------------------------------------------------------------------------------------
@@ -234,7 +241,7 @@ class ModelRunner:
         attention = self._attention.over(rows)
         tokens = slots.last_token.index_select(0, inputs.slots)
         where = self._caches, inputs.slots, slots.damage
-        batch = Batch(tokens, inputs.positions, attention, *where, decode=True)
+        batch = Batch(tokens, inputs.positions, attention, *where, few=True)
         self._body.logits(self._forward(batch), inputs.logits)
 
     def _sample_plain(self, inputs: Inputs) -> None:
@@ -292,11 +299,13 @@ class ModelRunner:
         """A small step up to its logits. Captured in a graph."""
         slots, count = self._slots, len(inputs.ids)
         tables = slots.tables.index_select(0, inputs.row_slots).unbind(1)
-        rows = AttentionRows(None, 0, count, tables, inputs.lengths, inputs.starts, count)
+        longest = inputs.shape.longest
+        rows = AttentionRows(None, 0, count, tables, inputs.lengths, inputs.starts, longest)
         attention = self._attention.over(rows)
         tokens = self._tokens(inputs.ids, inputs.token_slots)
         where = self._caches, inputs.token_slots, slots.damage
-        batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.wanted)
+        few = inputs.shape.few
+        batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.wanted, few=few)
         self._body.logits(self._forward(batch), inputs.logits)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
@@ -338,7 +347,7 @@ class ModelRunner:
             token_slots,
             self._slots.damage,
             None if every else wanted,
-            decode=single == len(host.rows),
+            few=single == len(host.rows),
         )
 
     def _eager(self, host: HostBatch, every: bool, launched: LaunchedStep) -> torch.Tensor:

@@ -8,7 +8,7 @@ import bisect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -210,9 +210,54 @@ def chunk_sizes(mixture: bool, token_budget: int, context_length: int) -> tuple[
     return tuple(size for size in enough if size <= context_length)
 
 
+DRAFT_LENGTHS = (2, 4, 6, 8)
+"""Tokens of a row with drafts, its last one and those."""
+DRAFT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_DRAFT_TOKENS = 512
+
+
+class ChunkShape(NamedTuple):
+    """What a graph has room for."""
+
+    tokens: int
+    rows: int
+    padding: int
+    """Rows of padding, besides."""
+    longest: int
+    """Tokens of a row."""
+    wanted: int
+    """Tokens whose logits are wanted."""
+
+    @property
+    def few(self) -> bool:
+        """Its rows are decode rows, with drafts."""
+        return self.longest <= DRAFT_LENGTHS[-1]
+
+
+def chunk_shapes(sizes: Sequence[int], num_slots: int) -> list[ChunkShape]:
+    """`sizes`: tokens of a step, which has no more rows than tokens, nor than slots."""
+    pairs = {(size, min(rows, size, num_slots)) for size in sizes for rows in (FEW_CHUNK_ROWS, size)}
+    return [ChunkShape(size, rows, 1, size, rows) for size, rows in sorted(pairs)]
+
+
+def draft_shapes(draft_tokens: int, num_slots: int) -> list[ChunkShape]:
+    """For rows of at most so many drafts."""
+    if not draft_tokens:
+        return []
+    lengths = DRAFT_LENGTHS[: bisect.bisect_left(DRAFT_LENGTHS, draft_tokens + 1) + 1]
+    pairs = sorted((rows * length, rows, length) for rows in DRAFT_ROWS for length in lengths)
+    return [
+        ChunkShape(tokens, rows, rows, length, tokens)
+        for tokens, rows, length in pairs
+        if tokens <= MOST_DRAFT_TOKENS and rows < 2 * num_slots
+    ]
+
+
 @dataclass(slots=True)
 class ChunkInputs:
-    """Views of the static buffers, for `tokens` of `rows` and a row of padding; int32 but for the logits."""
+    """Views of the static buffers, of a shape; int32 but for the logits."""
+
+    shape: ChunkShape
 
     ids: torch.Tensor
     """[tokens]: -1: the last token of the row's slot."""
@@ -221,15 +266,15 @@ class ChunkInputs:
     token_slots: torch.Tensor
     """[tokens]"""
     row_slots: torch.Tensor
-    """[rows + 1]"""
+    """[rows + padding]"""
     lengths: torch.Tensor
-    """[rows + 1]: of the rows, with their tokens of this step."""
+    """[rows + padding]: of the rows, with their tokens of this step."""
     starts: torch.Tensor
-    """[rows + 2]"""
+    """[rows + padding + 1]"""
     wanted: torch.Tensor
-    """[rows]: the tokens whose logits are wanted; 0 where there are fewer."""
+    """[wanted]: the tokens whose logits are wanted; 0 where there are fewer."""
     logits: torch.Tensor
-    """[rows, vocab], of the model's dtype."""
+    """[wanted, vocab], of the model's dtype."""
 
 
 ChunkWork = Callable[[ChunkInputs], None]
@@ -241,29 +286,26 @@ class ChunkGraphs:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        shapes: Sequence[ChunkShape],
         num_slots: int,
         logits: torch.Tensor,
         work: ChunkWork,
         pool: Any,
         progress: Progress | None = None,
     ) -> None:
-        """`sizes`: tokens of a step. `logits`: a buffer [num_slots, vocab]. `pool`: a memory pool shared with
-        graphs that never run at the same time."""
+        """`shapes`: a step runs by the first that has room for it. `logits`: a buffer for the logits of the
+        largest. `pool`: a memory pool shared with graphs that never run at the same time."""
         self._padding_slot = num_slots
         self._logits = logits
         device = logits.device
-        # A step has no more rows than tokens, nor than slots.
-        self._shapes = sorted(
-            {(size, min(rows, size, num_slots)) for size in sizes for rows in (FEW_CHUNK_ROWS, size)}
-        )
+        self._shapes = shapes
         report = progress or (lambda done, total: None)
         started = time.monotonic()
         free = torch.cuda.mem_get_info(device)[0]
-        longest = max((self._length(*shape) for shape in self._shapes), default=0)
+        longest = max((sum(_lengths(shape)) for shape in shapes), default=0)
         self._static = torch.zeros(longest, dtype=torch.int32, device=device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        for done, shape in enumerate(reversed(self._shapes)):
+        self._graphs: dict[ChunkShape, torch.cuda.CUDAGraph] = {}
+        for done, shape in enumerate(sorted(shapes, reverse=True)):
             report(done, len(self._shapes))
             self._fill(shape, None)
             self._graphs[shape] = capture(work, self._inputs(shape), pool, device)
@@ -273,36 +315,31 @@ class ChunkGraphs:
         self.bytes = free - torch.cuda.mem_get_info(device)[0]
         """Device memory that they took, and what torch reserved to warm up for them."""
 
-    def shape(self, step: HostBatch) -> tuple[int, int] | None:
-        """Tokens and rows of the graph for this step; None: no graph fits."""
-        rows = max(len(step.rows), len(step.wanted))
-        fitting = ((size, most) for size, most in self._shapes if size >= step.tokens and most >= rows)
-        return next(fitting, None)
+    def shape(self, step: HostBatch) -> ChunkShape | None:
+        """Of the graph for this step; None: no graph fits."""
+        tokens, rows, longest, wanted = step.tokens, len(step.rows), step.longest, len(step.wanted)
+        for shape in self._shapes:
+            fits = shape.tokens >= tokens and shape.rows >= rows and shape.wanted >= wanted
+            if fits and shape.longest >= longest:
+                return shape
+        return None
 
-    def run(self, shape: tuple[int, int], step: HostBatch) -> torch.Tensor:
+    def run(self, shape: ChunkShape, step: HostBatch) -> torch.Tensor:
         """Enqueues the step; returns the logits [wanted tokens, vocab] that it will write."""
         self._fill(shape, step)
         self._graphs[shape].replay()
         return self._logits[: len(step.wanted)]
 
-    @staticmethod
-    def _lengths(size: int, rows: int) -> tuple[int, ...]:
-        """Lengths of the fields of ChunkInputs, which lie one behind the other."""
-        return (size, size, size, rows + 1, rows + 1, rows + 2, rows)
-
-    def _length(self, size: int, rows: int) -> int:
-        return sum(self._lengths(size, rows))
-
-    def _inputs(self, shape: tuple[int, int]) -> ChunkInputs:
-        lanes = torch.split(self._static[: self._length(*shape)], list(self._lengths(*shape)))
+    def _inputs(self, shape: ChunkShape) -> ChunkInputs:
+        lanes = torch.split(self._static[: sum(_lengths(shape))], list(_lengths(shape)))
         ids, positions, token_slots, row_slots, lengths, starts, wanted = lanes
-        logits = self._logits[: shape[1]]
-        return ChunkInputs(ids, positions, token_slots, row_slots, lengths, starts, wanted, logits)
+        logits = self._logits[: shape.wanted]
+        return ChunkInputs(shape, ids, positions, token_slots, row_slots, lengths, starts, wanted, logits)
 
-    def _fill(self, shape: tuple[int, int], step: HostBatch | None) -> None:
+    def _fill(self, shape: ChunkShape, step: HostBatch | None) -> None:
         """Enqueues the copy of a step's inputs; without a step, of padding only."""
-        host = torch.zeros(self._length(*shape), dtype=torch.int32, pin_memory=True)
-        lanes = np.split(host.numpy(), np.cumsum(self._lengths(*shape))[:-1])
+        host = torch.zeros(sum(_lengths(shape)), dtype=torch.int32, pin_memory=True)
+        lanes = np.split(host.numpy(), np.cumsum(_lengths(shape))[:-1])
         ids, positions, token_slots, row_slots, lengths, starts, wanted = lanes
         tokens = count = 0
         if step is not None:
@@ -312,11 +349,17 @@ class ChunkGraphs:
             row_slots[:count], lengths[:count] = step.row_slots, step.lengths
             starts[: count + 1] = step.starts
             wanted[: len(step.wanted)] = step.wanted
-        # The padding row has all remaining tokens; rows behind it have none.
-        left = len(ids) - tokens
-        positions[tokens:] = np.arange(left)
+        # Rows of padding have all remaining tokens; those behind them have none.
+        positions[tokens:] = np.arange(len(ids) - tokens) % shape.longest
         token_slots[tokens:] = self._padding_slot
         row_slots[count:] = self._padding_slot
-        lengths[count] = left
-        starts[count + 1 :] = len(ids)
+        more = np.arange(1, len(starts) - count) * shape.longest
+        starts[count + 1 :] = np.minimum(tokens + more, len(ids))
+        lengths[count:] = np.diff(starts[count:])
         self._static[: len(host)].copy_(host, non_blocking=True)
+
+
+def _lengths(shape: ChunkShape) -> tuple[int, ...]:
+    """Lengths of the fields of ChunkInputs, which lie one behind the other."""
+    tokens, rows = shape.tokens, shape.rows + shape.padding
+    return (tokens, tokens, tokens, rows, rows, rows + 1, shape.wanted)

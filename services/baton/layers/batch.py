@@ -79,8 +79,8 @@ class Batch:
     looked at. With `caches`."""
     wanted: torch.Tensor | None = None
     """int [n]: the tokens whose final hidden states are wanted; None: all."""
-    decode: bool = False
-    """Every token is a row's only one."""
+    few: bool = False
+    """Rows of one token, or with a few drafts."""
     _rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The decoder's forward pass on a GPU's kernels: the same function as `Model.forward`, in fewer launches.
 
 A layer: fused add and norm, projection, head norms with rotation and KV write, attention, projection, fused
-add and norm, projection, SiLU and product, projection. For a few rows of one token: projections that gate
+add and norm, projection, SiLU and product, projection. For a few tokens of decode rows: projections that gate
 what they write, or leave it to the norm in parts. For one token: projections that norm what they read and
 gate or add what they write. Instead of a gated layer there may be a mixture of experts (`fused_mixture`).
 With several ranks the add and norm of a few rows also sums what all ranks have projected.
@@ -96,7 +96,7 @@ class FusedDecoder:
         residual = model.embed(batch.tokens)
         if len(residual) == 1 and not self._invariant:
             return self._forward_one(batch, residual)
-        if batch.decode and len(residual) <= self._few:
+        if batch.few and len(residual) <= self._few:
             return self._forward_few(batch, residual)
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
         for w, following, user in self._followed():
@@ -181,7 +181,7 @@ class FusedDecoder:
         return inner
 
     def _forward_few(self, batch: Batch, residual: torch.Tensor) -> torch.Tensor:
-        """The forward pass for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
+        """The forward pass for a few tokens of decode rows; `residual` [tokens, hidden]: their embedding."""
         normed = torch.empty_like(residual)
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
         for w, following, user in self._followed():

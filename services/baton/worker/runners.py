@@ -68,6 +68,7 @@ def make_runner(
         decode_attention=decode,
         kernels=True,
         batch_invariant=config.batch_invariant,
+        draft_tokens=config.most_drafts,
         progress=report,
     )
     for steps, graphs in (("decode", runner.graphs), ("small, with chunks", runner.chunk_graphs)):

@@ -39,7 +39,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
             policy=config.policy,
             output_margin=config.output_margin,
             watermark=int(cache.counts().total * config.watermark),
-            draft_tokens=config.draft_tokens,
+            draft_tokens=config.most_drafts,
         )
         return DecodeCore(
             cache, scheduling, config, self, self.recorder, self.page_bytes, self.make_drafter()
