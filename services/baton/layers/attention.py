@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,7 +82,9 @@ class WritingAttention(AttentionModule):
     cache: CacheSpec
 
     def _attend(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        projected = self.input(x)
+        return self._attend_with(self.input(x), batch)
+
+    def _attend_with(self, projected: torch.Tensor, batch: Batch) -> torch.Tensor:
         if batch.caches:
             return self.attend(batch, self.write(projected, batch))
         return batch.attention.write_and_attend(self.index, *self.split(projected, batch))
@@ -119,10 +122,12 @@ class Attention(WritingAttention):
         options: AttentionOptions = NONE,
         merged: str | None = None,
         values: bool = True,
+        gated: bool = False,
     ) -> None:
         """`norm_eps`: queries and keys of each head are normalized; `merged`: the checkpoint's name for
         queries, keys and values in one tensor; `values` false: they are not projected, and whoever calls
-        `split` and `write` adds them."""
+        `split` and `write` adds them; `gated`: what comes out is multiplied by the sigmoid of a gate, which
+        q_proj has behind each head's queries."""
         shard = parameters.shard
         own, own_kv = shard.split(heads, "attention heads"), shard.kv_heads(kv_heads)
         self.index, self.rope, self.head_dim = index, rope, head_dim
@@ -136,9 +141,14 @@ class Attention(WritingAttention):
             parts["v_proj"] = kv
         queries, keys = times(own, head_dim), times(own_kv, head_dim)
         rows = {name: [queries if name == "q_proj" else keys] for name in parts}
+        convert = None
+        self.gated = gated
+        if gated:
+            parts["q_proj"], rows["q_proj"] = 2 * q, [times(own, 2 * head_dim)]
+            convert = {"q_proj": partial(_gates_first, head_dim)}
         if merged:
             rows = {merged: [queries, times(own_kv, head_dim, q), times(own_kv, head_dim, q + kv)]}
-        self.input = parameters.linear(parts, hidden, qkv_bias, rows=rows)
+        self.input = parameters.linear(parts, hidden, qkv_bias, convert, rows=rows)
         self.output = parameters.linear({"o_proj": hidden}, q, output_bias, columns=queries)
         self.qk_norm: torch.Tensor | None = None
         """[heads + kv heads, head_dim]: the weight of each head's norm."""
@@ -154,6 +164,14 @@ class Attention(WritingAttention):
                     fill="zeros" if norm_plus_one else "ones",
                     convert=add_one if norm_plus_one else None,
                 )
+
+    def _attend(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if not self.gated:
+            return super()._attend(x, batch)
+        width = self.heads * self.head_dim
+        projected = self.input(x)
+        gates, qkv = projected[:, :width], projected[:, width:]
+        return self._attend_with(qkv, batch).mul_(gates.sigmoid())
 
     def split(self, projected: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, rotated = self.heads, self.heads + self.kv_heads
@@ -178,3 +196,9 @@ class Attention(WritingAttention):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         batch.attention.attend(self.index, q, out)
         return out.flatten(1)
+
+
+def _gates_first(head_dim: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of [head, (query, gate), value] -> all gates, then all queries."""
+    heads = tensor.view(-1, 2, head_dim, *tensor.shape[1:])
+    return torch.cat((heads[:, 1], heads[:, 0])).view(tensor.shape)

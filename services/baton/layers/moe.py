@@ -344,6 +344,19 @@ def _halves(interleaved: torch.Tensor) -> torch.Tensor:
     return torch.cat((interleaved[:, ::2], interleaved[:, 1::2]), 1)
 
 
+class GatedExpert:
+    """A shared expert that is weighed by the sigmoid of a gate of its own."""
+
+    def __init__(self, parameters: Parameters, name: str, hidden: int, inner: int) -> None:
+        """`name`: the expert's in the checkpoint."""
+        self.mlp = GatedMlp(parameters.under(name), hidden, inner, reduce=False)
+        self.gate = parameters.linear({f"{name}_gate": 1}, hidden, quantize=False)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the weighed expert of x; `residual` may be overwritten."""
+        return residual.addcmul_(self.mlp(x), self.gate(x).sigmoid())
+
+
 class Mixture:
     """A feed-forward layer: a token's experts, and a shared expert if there is one, which has every token."""
 
@@ -351,7 +364,7 @@ class Mixture:
         self,
         router: MoeGate,
         experts: Experts,
-        shared: GatedMlp | None = None,
+        shared: GatedMlp | GatedExpert | None = None,
         expert_norm: RmsNorm | None = None,
     ) -> None:
         """`shared`: made with `reduce` false; `expert_norm`: of what the experts see, not the router."""

@@ -33,7 +33,7 @@ class RecurrentModule(ABC):
         return self.output.add_to(residual, self._advance_all(x, batch))
 
     def _advance_all(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        projected = self.input(x)
+        projected = self.project(x)
         runs, tensors = batch.attention.states(self.index)
         outputs = []
         for run in runs:
@@ -48,10 +48,14 @@ class RecurrentModule(ABC):
             outputs.append(out.flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> what `advance` takes, [tokens, outputs]"""
+        return self.input(x)
+
     @abstractmethod
     def advance(
         self, projected: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """What `input` has projected of consecutive tokens of each row, [rows, tokens, outputs], and the
+        """What `project` gave of consecutive tokens of each row, [rows, tokens, outputs], and the
         states before them, float32 [rows, *shape] each, which may be overwritten -> [rows, tokens, inputs of
         `output`], and the states behind them."""

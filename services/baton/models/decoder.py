@@ -291,7 +291,8 @@ def plain_layers(decoder: LanguageModel) -> list[DecoderLayer] | None:
 
 
 def _plain(layer: DecoderLayer) -> bool:
-    known = type(layer.attention) in (Attention, MlaAttention)
+    attention = layer.attention
+    known = type(attention) is MlaAttention or (type(attention) is Attention and not attention.gated)
     module = layer.feed_forward
     if isinstance(module, Mixture):
         return known and kernels_know(module)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from baton.layers.mlp import GatedMlp
 from baton.layers.moe import ClampedSwiglu, Mixture
 
 
@@ -26,5 +27,5 @@ def kernels_know(mixture: Mixture) -> bool:
     sixteen = experts.gate_up.dtype in (torch.bfloat16, torch.float16)
     aligned = experts.inner % 8 == 0 and experts.gate_up.shape[2] % 8 == 0
     known = experts.activation == "silu" or isinstance(experts.activation, ClampedSwiglu)
-    alike = shared is None or shared.activation == "silu"
+    alike = shared is None or (isinstance(shared, GatedMlp) and shared.activation == "silu")
     return mixture.plain and sixteen and aligned and known and experts.computable and alike

@@ -18,7 +18,7 @@ from baton.layers.kernels.moe_gate import score
 from baton.layers.kernels.moe_grouped_gemm import GroupedTile
 from baton.layers.kernels.quantize import Quantized, quantize
 from baton.layers.kernels.rmsnorm import rmsnorm
-from baton.layers.moe import Mixture
+from baton.layers.moe import GatedExpert, Mixture
 
 FEW_TOKENS = 4
 """So many rarely share an expert: each reads its own."""
@@ -55,10 +55,11 @@ INVARIANT = Sizes(64, GroupedTile(64, 64, 4, 4), GroupedTile(128, 64, 4, 4))
 
 class FusedMixture:
     def __init__(self, mixture: Mixture, invariant: bool = False) -> None:
-        self._router, self._experts, self._shared = mixture.router, mixture.experts, mixture.shared
+        shared = mixture.shared
+        assert not isinstance(shared, GatedExpert)
+        self._router, self._experts, self._shared = mixture.router, mixture.experts, shared
         self._top_k = mixture.router.routing.top_k
         self._invariant = invariant
-        shared = mixture.shared
         self._joined = (
             shared if shared is not None and moe_small_batch.joins(shared, mixture.experts) else None
         )

@@ -9,7 +9,6 @@ from baton.layers.attention import NONE, Attention, AttentionModule, AttentionOp
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
-from baton.layers.recurrent import RecurrentModule
 from baton.layers.rope import Rope
 from baton.models.config import ModelConfig, make_rope, require_silu, window
 from baton.models.decoder import Decoder, DecoderLayer, FeedForward
@@ -58,9 +57,7 @@ def llama_like(
     config: ModelConfig,
     parameters: Parameters,
     feed_forward: Callable[[ModelConfig, Parameters, int], FeedForward],
-    attention: Callable[
-        [ModelConfig, Parameters, int, Rope], AttentionModule | RecurrentModule
-    ] = llama_attention,
+    attention: Callable[[ModelConfig, Parameters, int, Rope], AttentionModule] = llama_attention,
     rope: Rope | None = None,
 ) -> Decoder:
     """`feed_forward` and `attention` make those of a layer, whose parameters and number they get; `rope`:

@@ -82,7 +82,7 @@ ANY_RELEASE_STOOD = (Leases, "release", _any_release_stood)
     Fetches,
     "peer_down",
     ANY_RELEASE_STOOD,
-    seed=10,
+    seed=2,
 )
 def _(peer_down: Wrong, fetches: Fetches[Fetch], address: str, reason: str) -> None:
     """Fetches are tied to an address, not to an incarnation of the process there."""
@@ -151,7 +151,7 @@ def _(
     ended(fetches, number, error, pull.generations if pull is not None else None, now)
 
 
-@bug("failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, Fetches, "pull_ended", seed=3)
+@bug("failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, Fetches, "pull_ended", seed=12)
 def _(
     ended: Wrong, fetches: Fetches[Fetch], number: int, error: str | None, generations: Any, now: float
 ) -> None:
@@ -189,7 +189,7 @@ def _(announced: Wrong, fetches: Fetches[Fetch], fetch: Fetch, chunk: ChunkAnnou
     announced(fetches, fetch, replace(chunk, step=0), now)
 
 
-@bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, Fetches, "_stop", seed=166)
+@bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, Fetches, "_stop", seed=244)
 def _(stop: Wrong, fetches: Fetches[Fetch], pull: int, address: str) -> None:
     pass
 
@@ -234,7 +234,7 @@ def _(give_back: Wrong, slots: BatchSlots, slot: int, after_step: int) -> None:
     50,
     Scheduler,
     "commit",
-    seed=9,
+    seed=11,
 )
 def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> None:
     for record, row in zip(step.records, result.rows, strict=True):

@@ -103,7 +103,7 @@ def make_scenario(seed: int) -> Scenario:
     prefill = tuple(_prefill(rng, tight) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3))))
     prefill, decode, of_ranks = _ranks(random.Random(f"ranks {seed}"), prefill, decode)
     if all(machine.ranks == 1 for _, machine in (*prefill, *decode)):  # several ranks know no states
-        windows += random.Random(f"memory {seed}").choice(((), (), (STATE,), (STATE, STATE)))
+        windows += random.Random(f"gdn {seed}").choice((*[()] * 4, (STATE,), (STATE, STATE)))
     decode = tuple((config, replace(machine, windows=windows)) for config, machine in decode)
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
     if STATE not in windows:  # rejected drafts would stay in states

@@ -13,12 +13,12 @@ from baton.layers.cache_spec import State
 from baton.sim.planting import Wrong, bug
 
 
-@bug("state-border", "a row keeps the state of its end alone", 25, State, "stops", seed=2)
+@bug("state-border", "a row keeps the state of its end alone", 25, State, "stops", seed=3)
 def _(stops: Wrong, start: int, end: int, page_size: int) -> list[int]:
     return [end]
 
 
-@bug("state-overwritten", "steps go on in the page of a snapshot", 25, KvCacheManager, "extend", seed=1)
+@bug("state-overwritten", "steps go on in the page of a snapshot", 25, KvCacheManager, "extend", seed=3)
 def _(extend: Wrong, cache: KvCacheManager, holding: BlockTable, rows: int) -> int:
     """The snapshot stays where it was, too."""
     before = len(holding)
@@ -31,7 +31,7 @@ def _(extend: Wrong, cache: KvCacheManager, holding: BlockTable, rows: int) -> i
     return taken
 
 
-@bug("state-later", "a hand-off ships the state of a later position", 25, Fetches, "_announced", seed=1)
+@bug("state-later", "a hand-off ships the state of a later position", 25, Fetches, "_announced", seed=3)
 def _(announced: Wrong, fetches: Fetches[Fetch], fetch: Fetch, chunk: ChunkAnnounced, now: float) -> None:
     groups = []
     for own, each in zip(fetches.pulls._cache.groups, chunk.groups, strict=True):
@@ -41,7 +41,7 @@ def _(announced: Wrong, fetches: Fetches[Fetch], fetch: Fetch, chunk: ChunkAnnou
     announced(fetches, fetch, replace(chunk, groups=tuple(groups)), now)
 
 
-@bug("state-uncopied", "a forked choice begins without the live state", 25, SchedulerState, "_fork", seed=2)
+@bug("state-uncopied", "a forked choice begins without the live state", 25, SchedulerState, "_fork", seed=3)
 def _(
     fork: Wrong, state: SchedulerState, leader: Sequence, follower: Sequence, prefix: list[int], margin: int
 ) -> None:
@@ -58,7 +58,7 @@ def _(
     25,
     SchedulerState,
     "_vacate",
-    seed=4,
+    seed=2,
 )
 def _(vacate: Wrong, state: SchedulerState, sequence: Sequence) -> None:
     """As if its page were full."""

@@ -1,0 +1,189 @@
+"""Gated DeltaNet: Yang, Kautz and Hatamizadeh, arXiv:2412.06464, with a short convolution before and a gated
+norm behind the recurrence, as in Qwen3-Next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from baton.layers.cache_spec import State
+from baton.layers.parameters import Parameters
+from baton.layers.recurrent import RecurrentModule
+
+CHUNK = 64
+"""Tokens whose updates of a state become matrix products."""
+L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetShape:
+    key_heads: int
+    value_heads: int
+    """A multiple of `key_heads`: each key serves neighbouring values."""
+    key_dim: int
+    value_dim: int
+    window: int
+    """Tokens that the convolution sees, the last of them its own."""
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+
+class GatedDeltaNet(RecurrentModule):
+    """Its state: of each value head a matrix [key_dim, value_dim], and the last inputs of the convolution."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        index: int,
+        hidden: int,
+        shape: DeltaNetShape,
+        eps: float,
+        *,
+        by_key_head: bool,
+    ) -> None:
+        """`by_key_head`: the checkpoint has two projections, whose rows are sorted by key heads (Qwen3-Next);
+        else four (Qwen3.5)."""
+        self.index, self.shape, self.eps = index, shape, eps
+        heads = shape.value_heads
+        self.cache = State(((heads, shape.key_dim, shape.value_dim), (shape.window - 1, shape.mixed)))
+        large = {"in_proj_qkv": shape.mixed, "in_proj_z": shape.values}
+        small = {"in_proj_b": heads, "in_proj_a": heads}
+        convert_large = convert_small = None
+        if by_key_head:
+            per_key = heads // shape.key_heads
+            values = per_key * shape.value_dim
+            large, small = {"in_proj_qkvz": shape.mixed + shape.values}, {"in_proj_ba": 2 * heads}
+            sizes = [shape.key_dim, shape.key_dim, values, values]
+            convert_large = {"in_proj_qkvz": partial(_by_kind, sizes)}
+            convert_small = {"in_proj_ba": partial(_by_kind, [per_key, per_key])}
+        self.input = parameters.linear(large, hidden, convert=convert_large)
+        self.gates = parameters.linear(small, hidden, convert=convert_small, quantize=False)
+        self.convolution = parameters.empty(shape.window, shape.mixed)
+        parameters.add(
+            "conv1d.weight",
+            self.convolution,
+            shape=torch.Size([shape.mixed, 1, shape.window]),
+            convert=lambda weight: weight[:, 0].t(),
+        )
+        self.decay = parameters.empty(heads, dtype=torch.float32)
+        self.decay_bias = parameters.empty(heads, dtype=torch.float32)
+        parameters.add("A_log", self.decay, fill="ones", convert=lambda log: log.float().exp())
+        parameters.add("dt_bias", self.decay_bias, fill="ones")
+        self.norm = parameters.tensor("norm.weight", shape.value_dim, fill="ones")
+        self.output = parameters.linear({"out_proj": hidden}, shape.values)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.input(x), self.gates(x)), -1)
+
+    def advance(
+        self, projected: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        shape, heads = self.shape, self.shape.value_heads
+        state, window = states
+        mixed, z, b, a = torch.split(projected, [shape.mixed, shape.values, heads, heads], -1)
+        mixed, window = self._convolve(mixed, window)
+        q, k, v = torch.split(mixed, [shape.keys, shape.keys, shape.values], -1)
+        q, k = (_unit(_heads(part, shape.key_heads).float()) for part in (q, k))
+        each = heads // shape.key_heads
+        q, k = (part.repeat_interleave(each, 2).transpose(1, 2) for part in (q, k))
+        v = _heads(v, heads).float().transpose(1, 2)
+        beta = b.float().sigmoid().transpose(1, 2)
+        decay = (-self.decay * F.softplus(a.float() + self.decay_bias)).transpose(1, 2)
+        step = delta_step if q.shape[2] == 1 else delta_chunks
+        out, state = step(q * shape.key_dim**-0.5, k, v, decay, beta, state)
+        out = out.transpose(1, 2).to(projected.dtype)
+        out = F.rms_norm(out, (shape.value_dim,), self.norm, self.eps).float()
+        out = out * F.silu(_heads(z, heads).float())
+        return out.to(projected.dtype).flatten(2), (state, window)
+
+    def _convolve(self, mixed: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """mixed [rows, tokens, channels], window float32 [rows, window - 1, channels]: what came before."""
+        count, before = mixed.shape[1], window.shape[1]
+        inputs = torch.cat((window.to(mixed.dtype), mixed), 1)
+        out = inputs[:, :count] * self.convolution[0]
+        for back in range(1, before + 1):
+            out.addcmul_(inputs[:, back : back + count], self.convolution[back])
+        return F.silu(out), inputs[:, count:].float()
+
+
+def _heads(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x.reshape(*x.shape[:-1], count, -1)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _by_kind(sizes: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+    """Rows of [key head, kinds of these sizes] -> all of the first kind, all of the second, and so on."""
+    heads = tensor.view(-1, sum(sizes), *tensor.shape[1:])
+    return torch.cat([part.flatten(0, 1) for part in torch.split(heads, list(sizes), 1)])
+
+
+def delta_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each row: float32 [rows, heads, 1, dim], decay (logarithm) and beta [rows, heads, 1],
+    state [rows, heads, key_dim, value_dim], which is overwritten -> as v, state."""
+    state.mul_(decay.exp().unsqueeze(-1))
+    change = (v - k @ state) * beta.unsqueeze(-1)
+    state.addcmul_(k.transpose(2, 3), change)
+    return q @ state, state
+
+
+def delta_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `delta_step`, for several tokens of each row. Within a chunk the changes solve a triangular system;
+    what the state before the chunk has to do with them is a product."""
+    count = q.shape[2]
+    size = min(CHUNK, count)
+    chunks = -(-count // size)
+    if spare := chunks * size - count:
+        # Tokens of zeros change nothing: neither decay nor update.
+        q, k, v = (F.pad(part, (0, 0, 0, spare)) for part in (q, k, v))
+        decay, beta = (F.pad(part, (0, spare)) for part in (decay, beta))
+    split = (*q.shape[:2], chunks, size)
+    q, k, v = (part.reshape(*split, -1) for part in (q, k, v))
+    beta, passed = beta.reshape(*split, 1), decay.reshape(split).cumsum(-1)
+    between = (passed.unsqueeze(-1) - passed.unsqueeze(-2)).tril().exp().tril()
+    system = (k * beta) @ k.transpose(-1, -2) * between
+    wanted = torch.cat((v, k * passed.exp().unsqueeze(-1)), -1) * beta
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    own, of_state = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
+    seen = q @ k.transpose(-1, -2) * between
+    q = q * passed.exp().unsqueeze(-1)
+    last = passed[..., -1:]
+    k = (k * (last - passed).exp().unsqueeze(-1)).transpose(-1, -2)
+    kept = last.exp().unsqueeze(-1)
+    outs = []
+    for i in range(chunks):
+        change = own[:, :, i] - of_state[:, :, i] @ state
+        outs.append(q[:, :, i] @ state + seen[:, :, i] @ change)
+        state = state * kept[:, :, i] + k[:, :, i] @ change
+    return torch.cat(outs, 2)[:, :, :count], state

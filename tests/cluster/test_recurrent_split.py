@@ -1,0 +1,110 @@
+"""A model with recurrent layers, through all processes: handed off, cached, forked, retracted, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+from asking import ask, greedy
+from checkpoints import make_tokenizer
+from deployment import Deployment
+from polling import until
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from baton.client import AsyncClient
+
+OUTPUT = 48
+LENGTHS = (15, 16, 17, 40, 63, 64, 65, 130)
+
+
+def make_model():
+    torch.manual_seed(5)
+    config = Qwen3_5TextConfig(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Qwen3_5ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, deployments, model):
+    folder = tmp_path_factory.mktemp("recurrent")
+    path = folder / "model"
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    flags = ("--page-size", "16", "--token-budget", "32", "--max-rows", "8")
+    decode = ("--kv-tokens", "320", "--output-margin", "1", "--watermark", "0", "--transports", "grpc,shm")
+    deployment = Deployment.split(
+        folder,
+        path,
+        decode=2,
+        worker=flags,
+        prefill_flags=("--kv-tokens", "4096", "--transports", "grpc,shm"),
+        decode_flags=(*decode, "--local-prefill-tokens", "2"),
+    )
+    with deployment:
+        deployments.append(deployment)
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    draw = random.Random(7)
+    prompts = [[draw.randrange(3, 160) for _ in range(length)] for length in LENGTHS]
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0)
+        found.append((prompt, out[0, len(prompt) :].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("cached", [False, True])
+async def test_tokens_are_those_of_transformers(pair, expected, cached):
+    requests = [greedy(prompt, OUTPUT, namespace="own") for prompt, _ in expected]
+    if cached:
+        await ask(pair.gateway.address, requests)
+    results = await ask(pair.gateway.address, requests)
+    for (prompt, tokens), found in zip(expected, results, strict=True):
+        assert found.token_ids == tokens, len(prompt)
+        if cached and len(prompt) > 32:
+            assert found.usage.cached_tokens
+    # What is retracted or cached may lack so little that the decode node computes it by itself.
+    assert any(found.stats.prefill_address == pair.prefill.address for found in results)
+    assert sum(node.load().retractions for node in pair.of("decode"))
+
+
+async def test_streams_of_a_killed_node_go_on(pair, expected):
+    async with AsyncClient(pair.gateway.address) as client:
+        streams = [client.stream(**greedy(prompt, OUTPUT)) for prompt, _ in expected]
+        tasks = [asyncio.create_task(stream.completion()) for stream in streams]
+        await until(lambda: any(stream.so_far.token_ids for stream in streams), "a token")
+        victim = max(pair.of("decode"), key=lambda node: node.load().running)
+        victim.kill()
+        completions = await asyncio.wait_for(asyncio.gather(*tasks), 120)
+    assert [each.token_ids for each in completions] == [tokens for _, tokens in expected]
+    assert any(each.stats.resumed for each in completions)
+    pair.start_all([victim])
+    await until(lambda: all(peer.connected for peer in pair.gateway.info().peers), "connected again")

@@ -1,0 +1,118 @@
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention, against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_checkpoints import (
+    Driver,
+    check_greedy,
+    random_prompts,
+    save_checkpoint,
+)
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+
+from baton.layers.gated_delta_net import CHUNK, delta_chunks, delta_step
+
+_HYBRID = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "max_position_embeddings": 512,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+VARIANTS = {
+    "qwen3-next": (Qwen3NextConfig, {**_HYBRID, **_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3.5": (Qwen3_5TextConfig, {**_HYBRID, "tie_word_embeddings": True}),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, {**_HYBRID, **_EXPERTS, "linear_num_value_heads": 2}),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def saved(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    return path, save(request.param, path)
+
+
+def save(variant, path):
+    """The reference is in float64: in float32 transformers' own logits are up to 1.1e-4 off. Most norms of
+    these families are stored minus one."""
+    model = save_checkpoint(variant, path, variants=VARIANTS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight") and "linear_attn" not in name:
+                parameter -= 1
+            elif parameter.dim() > 1:
+                parameter *= 2 / 3
+    model.save_pretrained(path)
+    model.set_experts_implementation("eager")  # others know no float64
+    return model.double()
+
+
+def check_logits(model, track):
+    """Within 1e-4, but for one token at most: where a norm or a gate of tiny values magnifies rounding,
+    float32 is a little farther off, transformers' too."""
+    with torch.no_grad():
+        expected = model(torch.tensor([track.tokens])).logits[0].float()
+    *most, largest = sorted((own - expected[at - 1]).abs().max().item() for at, own in track.logits.items())
+    assert max(most, default=0.0) < 1e-4 and largest < 3e-4
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 129, 300])
+def test_logits_and_64_greedy_tokens_are_those_of_transformers(saved, length):
+    path, model = saved
+    prompt = random_prompts(length, seed=length)[0]
+    track = Driver(path).answer(0, prompt, 64 if length in (1, 65) else 8)
+    check_logits(model, track)
+    check_greedy(model, prompt, track.tokens[length:])
+
+
+def test_chunks_and_decode_rows_side_by_side_and_a_cached_prefix(saved):
+    path, model = saved
+    driver = Driver(path)
+    tracks = [driver.add(slot, prompt, 40) for slot, prompt in enumerate(random_prompts(3, 70, 40))]
+    driver.step([driver.chunk(track, 2) for track in tracks], [driver.init(track) for track in tracks])
+    driver.step(
+        [driver.chunk(track, 33 if slot else 1, sample=not slot) for slot, track in enumerate(tracks)]
+    )
+    first, *others = tracks
+    driver.step(
+        [
+            driver.decode(first),
+            *(driver.chunk(each, len(each.tokens) - 35, sample=True) for each in others),
+        ]
+    )
+    for _ in range(37):
+        driver.step([driver.decode(track) for track in tracks])
+    driver.finish()
+    longest = tracks[1]
+    again = driver.add(4, longest.tokens[:75], 8, cached=longest, prefix=64)
+    driver.step([driver.chunk(again, 11, sample=True)], [driver.init(again)])
+    driver.finish()
+    assert again.tokens[:76] == longest.tokens[:76]
+    for track in (*tracks, again):
+        check_logits(model, track)
+
+
+@pytest.mark.parametrize("count", [2, CHUNK, CHUNK + 1, 3 * CHUNK - 5])
+def test_chunks_of_the_delta_rule_are_its_steps(count):
+    generator = torch.Generator().manual_seed(count)
+    q, k, v = (torch.randn(2, 3, count, dim, generator=generator) for dim in (8, 8, 6))
+    k = k / k.norm(dim=-1, keepdim=True)
+    decay = -torch.rand(2, 3, count, generator=generator) * 3
+    beta, state = torch.rand(2, 3, count, generator=generator), torch.randn(2, 3, 8, 6, generator=generator)
+    out, after = delta_chunks(q, k, v, decay, beta, state.clone())
+    for at in range(count):
+        one = (part[:, :, at : at + 1] for part in (q, k, v, decay, beta))
+        expected, state = delta_step(*one, state)
+        torch.testing.assert_close(out[:, :, at : at + 1], expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(after, state, atol=2e-5, rtol=1e-4)
