@@ -6,6 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from test_runner import assert_greedy, greedy
+
+from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
+from baton.models.body import why_not_fused
+from baton.models.loader import load_model
 from rig import (
     CUDA,
     GREEDY,
@@ -18,11 +23,6 @@ from rig import (
     strictly,
     tables,
 )
-from test_runner import assert_greedy, greedy
-
-from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
-from baton.models.body import why_not_fused
-from baton.models.loader import load_model
 
 _GROUPED = {
     "n_routed_experts": 16,
@@ -91,6 +91,30 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
     "qwen3": {},
 }
+IN_FLOAT32: dict[str, dict[str, object]] = {
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 24,
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "rope_parameters": None,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 2048,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+        "final_logit_softcapping": 30.0,
+    },
+}
+"""Further ones, in float32 alone."""
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
 MIXTURES = ("gpt-oss", "glm4-moe")
 SEVERAL = (23, 24, 25, 47, 49, 3)
@@ -103,7 +127,9 @@ def checkpoints(tmp_path_factory):
 
     def of(family):
         if family not in made:
-            made[family] = save_checkpoint(tmp_path_factory.mktemp(family), **FAMILIES[family])
+            made[family] = save_checkpoint(
+                tmp_path_factory.mktemp(family), **{**FAMILIES, **IN_FLOAT32}[family]
+            )
         return made[family]
 
     return of
@@ -113,7 +139,7 @@ def pair_of(family, dtype):
     return "triton/triton" if dtype == torch.float32 or family == "gemma3" else "mixed/mixed"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *IN_FLOAT32])
 @pytest.mark.parametrize("kind", ["graphs", "eager"])
 def test_float32_tokens_equal_those_of_the_cpu(checkpoints, family, kind):
     """Prompts in chunks beside decode rows; then the same prompts from the prefix tree."""

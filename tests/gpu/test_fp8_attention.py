@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-from rig import CUDA, generate, make, prompts_of, reference_logits, save_checkpoint
 from test_paged_attention import random_rows
 from test_runner import LENGTHS, greedy
 
@@ -21,6 +20,7 @@ from baton.attention.triton_paged import TritonAttention
 from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
 from baton.layers.kernels.rope_kv_write import write_qkv
+from rig import CUDA, generate, make, prompts_of, reference_logits, save_checkpoint
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, PAGE = 8, 2, 16
@@ -136,6 +136,6 @@ def test_greedy_tokens_of_a_model(kind, tolerance, tmp_path):
 
 
 def test_auto_takes_a_backend_that_reads_fp8():
-    assert resolve("auto", CUDA, BF16, 128, frozenset({"kv_scales"}))[0] is MixedAttention
+    assert resolve("auto", CUDA, BF16, [128], frozenset({"kv_scales"}))[0] is MixedAttention
     with_sinks = frozenset({"kv_scales", "sinks", "sinks and kv_scales"})
-    assert resolve("auto", CUDA, BF16, 128, with_sinks)[0] is TritonAttention
+    assert resolve("auto", CUDA, BF16, [128], with_sinks)[0] is TritonAttention

@@ -217,8 +217,8 @@ def test_mixed_takes_the_triton_kernel_for_few_rows_alone():
 
 def test_auto_prefers_what_works_and_says_why_not():
     assert resolve("auto", CUDA, BF16, [128])[0] is MixedAttention
-    assert resolve("auto", CUDA, BF16, 96)[0] is Fa3Attention
-    backend, reason = resolve("auto", CUDA, torch.float32, 128)
+    assert resolve("auto", CUDA, BF16, [96])[0] is Fa3Attention
+    backend, reason = resolve("auto", CUDA, torch.float32, [128])
     assert backend is TritonAttention and "not fa3: computes bfloat16" in reason
-    backend, reason = resolve("auto", CUDA, torch.float32, 80)
+    backend, reason = resolve("auto", CUDA, torch.float32, [80])
     assert backend is TorchAttention and "heads of 80" in reason
