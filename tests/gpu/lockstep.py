@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from rig import CUDA
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))

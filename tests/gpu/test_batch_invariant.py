@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from rig import CUDA, GREEDY, generate, make, prompts_of, save_checkpoint
 
 from baton.engine.sampling_params import SamplingParams
 from baton.layers.linear import Linear
+from rig import CUDA, GREEDY, generate, make, prompts_of, save_checkpoint
 
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
 SHAPE = {"head_dim": 128}

@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-from rig import CUDA, generate, make, prompts_of, save_checkpoint, strictly
 from test_paged_attention import OTHERS, USUAL, random_rows
 from test_runner import LENGTHS, SAMPLED, assert_greedy, greedy
 
@@ -15,6 +14,7 @@ from attention_rows import Row, planned
 from baton.attention.flashinfer_paged import FlashInferAttention
 from baton.attention.torch_sdpa import TorchAttention
 from baton.kvcache.kv_pool import KvLayout, KvPool
+from rig import CUDA, generate, make, prompts_of, save_checkpoint, strictly
 
 problem = FlashInferAttention.available(CUDA)
 pytestmark = [

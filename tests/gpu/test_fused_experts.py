@@ -8,13 +8,13 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from rig import CUDA, GREEDY, assert_nearly_greedy, generate, make, prompts_of, save_checkpoint
 
 from baton.layers.mlp import GatedMlp
 from baton.layers.moe import ClampedSwiglu, Experts, Mixture, MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod, WeightPlan
 from baton.layers.tensor_parallel import ONE_RANK, Shard
+from rig import CUDA, GREEDY, assert_nearly_greedy, generate, make, prompts_of, save_checkpoint
 
 SHAPES = {
     "softmax": (16, 4, 256, 128, Routing(4), {}),

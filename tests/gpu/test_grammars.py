@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, save_checkpoint
 
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.plan import SlotInit
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import Matcher
+from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, save_checkpoint
 
 
 class EveryThird(Matcher):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rig import CUDA
 
 from baton.layers.linear import Linear
+from rig import CUDA
 
 
 @pytest.mark.parametrize("pdl", [False, True])

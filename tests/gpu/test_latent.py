@@ -8,7 +8,6 @@ import random
 
 import pytest
 import torch
-from rig import CONTEXT, CUDA, GREEDY, generate, prompts_of, save_checkpoint
 
 from attention_rows import Row, planned, whole_sequence
 from baton.attention.registry import BACKENDS
@@ -19,6 +18,7 @@ from baton.kvcache.kv_pool import KvLayout, KvPool, PagePool, PoolLayout
 from baton.layers.attention import AttentionOptions
 from baton.layers.mla import MlaProjections
 from baton.models.loader import load_model
+from rig import CONTEXT, CUDA, GREEDY, generate, prompts_of, save_checkpoint
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH, RANK = 576, 512

@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-from rig import CUDA, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from baton.models import loader
 from baton.models.loader import load_model
+from rig import CUDA, save_checkpoint
 
 
 @pytest.mark.parametrize("piece", [4096, 16 * 2**20])

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint
 
 from baton.layers.kernels import gemm, gemv, moe_small_batch, quantize, quantized_gemm
 from baton.layers.kernels.batch_invariant_matmul import matmul
@@ -23,6 +22,7 @@ from baton.layers.quantization.weight_method import QuantizedWeight, WeightMetho
 from baton.models.fused_mixture import FEW_TOKENS, FusedMixture
 from baton.models.loader import load_model, weight_bytes
 from quantizers import Scheme, awq, fp8, fp8_blocks, gptq, write
+from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint
 
 METHODS = {
     "fp8": WeightMethod(8, floating=True),

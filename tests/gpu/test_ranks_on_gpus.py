@@ -15,11 +15,12 @@ import psutil
 import pytest
 import torch
 from lockstep import Lockstep, Recorded
-from rig import generate, prompts_of, save_checkpoint
 from test_families import FAMILIES
 from test_grammars import EveryThird
 from test_latent import V3
 from test_runner import assert_greedy, greedy
+
+from rig import generate, prompts_of, save_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rig import CUDA, generate, prompts_of, save_checkpoint
 from safetensors.torch import load_file, save_file
 from test_latent import V3
 from test_quantized import MIXTURE, SCHEMES
@@ -23,6 +22,7 @@ from test_runner import greedy
 from baton.layers.tensor_parallel import Shard
 from baton.models.loader import declared, weight_bytes
 from quantizers import write
+from rig import CUDA, generate, prompts_of, save_checkpoint
 
 WEIGHTS = {
     "fp8": (MODELS["128"], "fp8"),

@@ -9,7 +9,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, reference_logits, save_checkpoint, strictly
 from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import HostBatch
@@ -18,6 +17,7 @@ from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.step_graphs import batch_sizes
 from baton.layers.async_copy import to_device
+from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, reference_logits, save_checkpoint, strictly
 
 PAIRS = ("mixed/mixed", "fa3/fa3", "fa3/triton", "triton/fa3", "triton/triton")
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)

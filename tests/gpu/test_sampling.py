@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from rig import CUDA
 
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.plan import SlotInit
 from baton.engine.sampler import Sampler
 from baton.engine.sampler_ops import penalize, thresholds
 from baton.engine.sampling_params import SamplingParams
+from rig import CUDA
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
-from rig import _CONFIG, GREEDY, generate, prompts_of, save_checkpoint
 from test_runner import assert_greedy, greedy
+
+from rig import _CONFIG, GREEDY, generate, prompts_of, save_checkpoint
 
 pytest.importorskip("structlog")
 
