@@ -95,7 +95,9 @@ def make(
         usual = "mixed/mixed"
         if kind == "invariant":
             features = frozenset[str]().union(*(options.features for options in model.attention_options))
-            chosen, _ = resolve("auto", CUDA, model.dtype, model.caches[0].head_dim, features, invariant=True)
+            chosen, _ = resolve(
+                "auto", CUDA, model.dtype, {model.caches[0].head_dim}, features, invariant=True
+            )
             usual = f"{chosen.name}/{chosen.name}"
         prefill, decode = (BACKENDS[name] for name in (pair or usual).split("/"))
         runner = ModelRunner(
