@@ -13,7 +13,7 @@ idle, computes a prompt, hands pages off, or makes tokens. It is a problem, too,
 file in shared memory is left.
 
 With --device cuda the workers take this machine's GPUs in turn, and it is a problem, too, if memory of a GPU
-is left. --kills: faults are SIGKILL of prefill and decode nodes only.
+is left. --kills: all faults are SIGKILL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
 from checkpoints import make_model, save
-from process import Process
 from reference import Reference
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -67,10 +66,6 @@ def left_mib(before: list[int]) -> list[int]:
         if max(left) <= FREED_MIB or time.monotonic() > deadline:
             return left
         time.sleep(0.1)
-
-
-def computes(action: str, process: Process) -> bool:
-    return process.role in ("prefill", "decode")
 
 
 def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
@@ -108,7 +103,7 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
 
         async def attack() -> Report:
             options = {"seed": args.seed, "streams": args.streams, "seconds": args.seconds}
-            whole = partial(Injector, may=computes, weights={"kill": 1}) if args.kills else Injector
+            whole = partial(Injector, weights={"kill": 1}) if args.kills else Injector
             return await run(
                 cluster,
                 known,

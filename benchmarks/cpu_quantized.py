@@ -113,6 +113,7 @@ def measure(name: str, path: Path, threads: int, turns: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     ways: dict[str, dict[str, Any]] = {
         "float32": {"quantization": "none"},
+        **({"as stored": {}} if path.is_file() else {}),
         "int8": {"quantization": "int8"},
         "int8 with head": {"quantization": "int8", "quantize_head": True},
         "int4": {"quantization": "int4"},

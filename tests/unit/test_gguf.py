@@ -26,6 +26,7 @@ from baton.gguf_file import SUPPORTED, GgufFile
 from baton.layers.moe import Mixture
 from baton.layers.parameters import Parameters
 from baton.layers.quantization import cpu
+from baton.layers.quantization.blocks_cpu import BlockMatrix
 from baton.layers.quantization.cpu import Dequantized
 from baton.layers.quantization.gguf import BLOCKS
 from baton.layers.quantization.gguf import decode as decode_blocks
@@ -178,9 +179,30 @@ def test_blocks_of_4_bits_stay_so_and_compute_what_they_stand_for(name, tmp_path
     path = write_gguf(tmp_path / "model.gguf", reference, kind)
     whole = weight_bytes(path, torch.float32, quantization="none")
     assert weight_bytes(path, torch.float32) < (0.55 if name == "llama3" else 0.6) * whole
-    assert describe(path, torch.device("cpu")).startswith("blocks of 4 bits (GGUF) stay so")
+    assert describe(path, torch.device("cpu")).startswith("blocks of 4, 6 and 8 bits (GGUF) stay so")
     for quantization in ("auto", "int4"):
         check_logits(path, reference, quantization=quantization)
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama3"])
+def test_a_head_keeps_the_bits_that_the_file_has(name, tmp_path):
+    """Also one that is the embedding. What they stand for is computed: logits are those of dequantized
+    weights, and so is the text."""
+    reference = save_checkpoint(name, tmp_path / "plain")
+    path = write_gguf(tmp_path / "model.gguf", reference, "Q8_0")
+    model = load_model(path, torch.float32)
+    plain = load_model(path, torch.float32, quantization="none")
+    kept, rows = weight_bytes(path, torch.float32), reference.config.vocab_size * reference.config.hidden_size
+    assert weight_bytes(path, torch.float32, quantization="none") - kept > 2.5 * rows
+    assert isinstance(model.head._packed._matrix, BlockMatrix)
+    tokens = torch.arange(reference.config.vocab_size)
+    assert torch.equal(model.embed(tokens), plain.embed(tokens))
+    hidden = torch.randn(7, reference.config.hidden_size)
+    torch.testing.assert_close(model.logits(hidden), plain.logits(hidden), rtol=1e-5, atol=1e-5)
+    kept_driver, driver = Driver(path), Driver(path, quantization="none")
+    for slot, prompt in enumerate(random_prompts(3, 17, 40)):
+        texts = [each.answer(slot, prompt, 32).tokens for each in (kept_driver, driver)]
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0"])
@@ -199,7 +221,7 @@ def random_blocks(kind, rows, columns):
     data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
     at = {
         **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
-        **{"IQ4_NL": (0,), "IQ4_XS": (0,), "Q4_0": (0,), "Q4_1": (0, 2)},
+        **{"IQ4_NL": (0,), "IQ4_XS": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,)},
         **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
         **{"IQ1_M": (), "TQ1_0": (52,), "TQ2_0": (64,)},
     }[kind]
@@ -257,14 +279,18 @@ def test_all_types_are_unpacked(tmp_path):
 
 
 @pytest.mark.parametrize("kind", sorted(BLOCKS))
-def test_blocks_of_4_bits_are_taken_apart_without_loss(kind):
-    """Groups of 32 codes mean the same numbers as gguf's own reader unpacks; also where a scale is 0."""
+def test_blocks_are_taken_apart_without_loss(kind):
+    """Groups of codes mean the same numbers as gguf's own reader unpacks; also where a scale is 0."""
     type = GGMLQuantizationType[kind]
     data = random_blocks(kind, 6, 512)
     data[0, : GGML_QUANT_SIZES[type][1]] = 0  # all values are 0
     data[1, :2] = 0  # the scale is 0
     tensor = decode_blocks(kind, torch.from_numpy(data))
-    assert tensor.codes.dtype == torch.uint8 and int(tensor.codes.max()) == 15 and tensor.group == 32
+    if BLOCKS[kind].bits == 4:
+        assert tensor.codes.dtype == torch.uint8 and int(tensor.codes.max()) == 15
+    else:
+        assert tensor.codes.dtype == torch.int8
+    assert tensor.group == BLOCKS[kind].group
     expected = torch.from_numpy(dequantize(data, type))
     assert tensor.shape == expected.shape == (6, 512)
     torch.testing.assert_close(tensor.dequantize(), expected, rtol=1e-5, atol=1e-6)
@@ -447,7 +473,7 @@ def test_a_matrix_is_never_unpacked_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gguf_file, "dequantize", counted)
     monkeypatch.setattr("baton.models.gguf_checkpoint.PIECE", 640)
-    load_model(path, torch.float32)
+    load_model(path, torch.float32, quantization="none")
     assert most == 640
 
 
@@ -460,7 +486,7 @@ def test_an_embedding_that_is_the_head_too_is_unpacked_once(tmp_path, monkeypatc
         return plain(file, name, rows)
 
     monkeypatch.setattr(GgufFile, "unpack", unpack)
-    load_model(path, torch.float32)
+    load_model(path, torch.float32, quantization="none")
     assert names.count("token_embd.weight") == 1 and "output.weight" not in names
 
 

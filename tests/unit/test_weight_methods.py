@@ -13,8 +13,8 @@ import torch
 from random_checkpoints import Driver, check_logits, random_prompts, save_checkpoint
 
 from baton.layers.linear import Linear, fastest_product
-from baton.layers.quantization import cpu, int8_cpu, weight_method
-from baton.layers.quantization.cpu import Bf16Int4, Dequantized, Int8, exact_products
+from baton.layers.quantization import blocks_cpu, cpu, int8_cpu, weight_method
+from baton.layers.quantization.cpu import Bf16Int4, Dequantized, InFloat32, exact_products
 from baton.layers.quantization.quantized_tensor import QuantizedTensor
 from baton.layers.quantization.weight_method import Filling, QuantizedWeight, WeightMethod, quantize
 from baton.model_path import CheckpointError
@@ -141,8 +141,23 @@ def test_products_of_4_bits_against_float64(dtype, rows):
     found = exact_products(quantized, dtype)
     assert type(found[0]) is Dequantized
     for product in found:
-        exact = dtype == torch.float32 and isinstance(product, Dequantized)
+        exact = dtype == torch.float32 and not isinstance(product, Bf16Int4)
         check_product(product, x, values, 1e-6 if exact else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 64, 65])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 16), (8, 32)])
+def test_products_of_groups_against_float64(bits, group, rows, dtype, monkeypatch):
+    """Blocks of outputs are filled up to 128; more rows take the codes in pieces."""
+    monkeypatch.setattr(blocks_cpu, "PIECE", 10 * 128)
+    quantized = QuantizedWeight(WeightMethod(bits, group), 96, 128, CPU)
+    quantized.fill(0, torch.randn(96, 128, generator=torch.Generator().manual_seed(0)))
+    values = quantized.unpacked().dequantize().double()
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).to(dtype)[:, ::2]
+    check_product(InFloat32(quantized, dtype), x, values, 1e-6 if dtype == torch.float32 else 5e-3)
+    tokens = torch.tensor([95, 0, 7, 0])
+    assert torch.equal(quantized.selected(tokens).double(), values[tokens])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,13 +167,13 @@ def test_products_of_8_bits_against_float64(dtype, rows, monkeypatch):
     monkeypatch.setattr(int8_cpu, "PIECE", 10 * 128)
     _, quantized, values = made(8)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).to(dtype)[:, ::2]
-    check_product(Int8(quantized, dtype), x, values, 5e-7 if dtype == torch.float32 else 5e-3)
+    check_product(InFloat32(quantized, dtype), x, values, 5e-7 if dtype == torch.float32 else 5e-3)
 
 
 def test_threads_share_a_product_of_8_bits(monkeypatch):
     """To the bit: each output is computed by one."""
     _, quantized, _ = made(8)
-    x, product = torch.randn(5, 128), Int8(quantized, torch.float32)
+    x, product = torch.randn(5, 128), InFloat32(quantized, torch.float32)
     alone, taken = product.apply(x, None), []
     monkeypatch.setattr(int8_cpu, "GRAIN", 5 * 96 * 128 // 3)
     kernel = product._matrix._kernel
@@ -180,7 +195,7 @@ def test_rows_of_any_size_and_zeros_keep_their_precision():
     x *= torch.tensor([[1e-6], [1.0], [1e6], [0.0], [1.0], [1.0]])
     x[4, 7], x[5, 9] = torch.nan, torch.inf
     expected = x.double() @ values.t()
-    product = Int8(quantized, torch.float32)
+    product = InFloat32(quantized, torch.float32)
     for rows in (x, x.repeat(11, 1)):
         for out in (product.apply(rows, None), product.add_to(torch.zeros(len(rows), 96), rows, None)):
             for row in range(3):
@@ -194,7 +209,7 @@ def test_8_bits_are_compiled_where_nothing_can_be_kept(monkeypatch):
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
     monkeypatch.setattr(int8_cpu, "_compiled", int8_cpu._compiled.__wrapped__)
     _, quantized, values = made(8)
-    check_product(Int8(quantized, torch.float32), torch.randn(2, 128), values, 5e-7)
+    check_product(InFloat32(quantized, torch.float32), torch.randn(2, 128), values, 5e-7)
 
 
 only_avx2 = pytest.mark.skipif(
@@ -206,7 +221,7 @@ only_avx2 = pytest.mark.skipif(
 def test_products_with_4_bits_give_a_row_the_same_bits_beside_any_others():
     _, quantized, _ = made(4, 192, 576)
     x = torch.randn(40, 576, generator=torch.Generator().manual_seed(2))
-    (product,) = exact_products(quantized, torch.float32)[1:]
+    product = Bf16Int4(quantized, torch.float32)
     alone = torch.cat([product.apply(row[None], None) for row in x])
     for rows in range(2, 41):
         assert torch.equal(product.apply(x[:rows], None), alone[:rows]), rows

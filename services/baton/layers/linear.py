@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from baton.layers.quantization.cpu import Int8, MakeProduct, Product, exact_products
+from baton.layers.quantization.cpu import Bf16Int4, InFloat32, MakeProduct, Product, exact_products
 from baton.layers.quantization.weight_method import QuantizedWeight
 from baton.layers.tensor_parallel import Communicator
 
@@ -27,6 +27,8 @@ BUDGET_SECONDS = 0.02
 DEQUANTIZING = 1.5
 """A product that dequantizes counts as so many times what it takes. Each worker measures by itself, and where
 two products are equally fast workers would choose differently; then so do their tokens, by rounding."""
+ROUNDING = 1.25
+"""What a product counts that rounds activations to bfloat16, where another computes in float32."""
 
 
 class Transposed:
@@ -80,7 +82,7 @@ def fastest_product(weight: QuantizedWeight, dtype: torch.dtype, measure: bool =
     """For quantized weights of this kind in a model of this dtype. That of 4 bits by measuring likewise, with
     a part of a large one; without measuring the first that computes with the codes, where there is one."""
     if weight.bits == 8:
-        return Int8
+        return InFloat32
     outputs, inputs = weight.shape
     most = max(64, SAMPLE // inputs // 64 * 64)
     # Kernels take numbers of outputs that 16 or 64 divide: the part is divisible like the whole.
@@ -106,6 +108,7 @@ def _fastest(made: Sequence[Product], inputs: int, dtype: torch.dtype, first: fl
     finally:
         torch.set_num_threads(threads)
     costs[0] *= first
+    costs = [cost * (ROUNDING if isinstance(p, Bf16Int4) else 1) for cost, p in zip(costs, made, strict=True)]
     return costs.index(min(costs))
 
 

@@ -137,11 +137,19 @@ class Decoder:
         self.heads = config.num_heads // self.shard.size
         self._own_tokens = own = self.shard.vocabulary(size)
         rows, cut = self.shard.vocabulary_rows(size), self.shard.cut(0, own)
-        self.embedding = parameters.empty(rows, hidden)
-        self.embedding[own[1] :].zero_()
-        parameters.add(
-            "model.embed_tokens.weight", self.embedding[: own[1]], shape=torch.Size([size, hidden]), cut=cut
-        )
+        name, shape = "model.embed_tokens.weight", torch.Size([size, hidden])
+        kept = None
+        if config.tied and parameters.plan.stored is not None and not parameters.plan.on_gpu:
+            kept = parameters.plan.method_of([name], hidden)
+        self.embedding: torch.Tensor | QuantizedWeight
+        if kept is not None:
+            self.embedding = QuantizedWeight(kept, rows, hidden, self.device)
+            self.embedding.clear(own[1])
+            parameters.add(name, self.embedding.rows(0, own[1]), shape=shape, cut=cut)
+        else:
+            self.embedding = parameters.empty(rows, hidden)
+            self.embedding[own[1] :].zero_()
+            parameters.add(name, self.embedding[: own[1]], shape=shape, cut=cut)
         self.norm = RmsNorm(parameters, "model.norm", hidden, config.rms_norm_eps, norm_plus_one)
         if config.tied:
             method = parameters.plan.method_of([], hidden) if parameters.plan.head else None
@@ -181,8 +189,8 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the memory that is allocated for weights."""
-        tied = self.head.quantized.nbytes if self.config.tied and self.head.quantized is not None else 0
-        return self.parameters.nbytes + tied
+        own = self.head.quantized if self.config.tied else None
+        return self.parameters.nbytes + (own.nbytes if own is not None and own is not self.embedding else 0)
 
     @property
     def num_parameters(self) -> int:
@@ -195,7 +203,7 @@ class Decoder:
         positions = self.config.used_length
         for rope in self.ropes:
             rope.prepare(positions, self.dtype, self.device)
-        if self.config.tied and self.head.quantized is not None:
+        if self.config.tied and self.head.quantized is not None and isinstance(self.embedding, torch.Tensor):
             self.head.quantized.fill(0, self.embedding)
         if self.device.type == "cuda":
             for linear in self.parameters.linears:
@@ -207,19 +215,8 @@ class Decoder:
             self._pack()
             for parameter in self.parameters.table.values():  # what has been packed is held no more
                 parameter.target = torch.empty(0, device="meta")
-            if self.config.tied and self.dtype.itemsize > 2:
-                self._narrow_embedding()
-
-    def _narrow_embedding(self) -> None:
-        """The packed head is another copy of the embedding, in a layout that no row can be read from. What is
-        kept for reading rows takes 16 bits a number if they hold each exactly, as those of a checkpoint of 16
-        bits do."""
-        for dtype in (torch.bfloat16, torch.float16):
-            narrow = torch.empty_like(self.embedding, dtype=dtype)
-            pieces = zip(torch.split(self.embedding, 4096), torch.split(narrow, 4096), strict=True)
-            if all(torch.equal(piece, part.copy_(piece).to(piece.dtype)) for piece, part in pieces):
-                self.embedding = narrow
-                return
+            if self.config.tied and self.dtype.itemsize > 2 and isinstance(self.embedding, torch.Tensor):
+                self.embedding = narrowed(self.embedding)
 
     def _pack(self) -> None:
         """With several ranks nothing is measured: layouts round differently, and what all ranks compute, such
@@ -255,12 +252,18 @@ class Decoder:
 
     def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.communicator is None:
-            return F.embedding(tokens, self.embedding).to(self.dtype)
+            return self._rows(tokens)
         first, count = self._own_tokens
         own = tokens - first
         others = (own < 0) | (own >= count)
-        hidden = F.embedding(own.masked_fill(others, 0), self.embedding).to(self.dtype)
+        hidden = self._rows(own.masked_fill(others, 0))
         return self.communicator.all_reduce(hidden.masked_fill_(others[:, None], 0))
+
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's embedding."""
+        if isinstance(self.embedding, QuantizedWeight):
+            return self.embedding.selected(tokens).to(self.dtype)
+        return F.embedding(tokens, self.embedding).to(self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> float32 [rows, vocab]; with several ranks on rank 0, [rows, 0] on others."""
@@ -276,6 +279,17 @@ class Decoder:
         if rows > logits.shape[1]:
             logits = F.pad(logits, (0, rows - logits.shape[1]))
         return self.communicator.gather(logits)[:, : self.config.vocab_size]
+
+
+def narrowed(embedding: torch.Tensor) -> torch.Tensor:
+    """In 16 bits a number if they hold each exactly, as those of a checkpoint of 16 bits do. A tied head that
+    has been packed is another copy, in a layout that no row can be read from."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = torch.empty_like(embedding, dtype=dtype)
+        pieces = zip(torch.split(embedding, 4096), torch.split(narrow, 4096), strict=True)
+        if all(torch.equal(piece, part.copy_(piece).to(piece.dtype)) for piece, part in pieces):
+            return narrow
+    return embedding
 
 
 def plain_layers(decoder: LanguageModel) -> list[DecoderLayer] | None:

@@ -17,7 +17,8 @@ import torch
 
 from baton.gguf_file import PIECE, GgufFile, opened
 from baton.layers.quantization.gguf import BLOCKS, decode
-from baton.layers.quantization.quantized_tensor import Parts
+from baton.layers.quantization.quantized_tensor import NONE_KEPT, Kept, Parts
+from baton.layers.quantization.weight_method import WeightMethod
 from baton.layers.tensor_parallel import NO_CUTS, Cuts
 from baton.model_path import CheckpointError
 from baton.models.gguf_families import LAYER, OTHERS, common, family_of, layers
@@ -157,16 +158,22 @@ class GgufTensors:
     def shapes(self) -> dict[str, list[int]]:
         return {name: list(source.shape) for name, source in self._sources.items()}
 
-    def quantized(self) -> frozenset[str]:
-        """Names of the matrices that can be read as groups of 4 bits."""
-        return frozenset(name for name, source in self._sources.items() if source.kind in BLOCKS)
+    def quantized(self) -> dict[str, WeightMethod]:
+        """The matrices that can be read as they are quantized, by name."""
+        return {
+            name: WeightMethod(block.bits, block.group)
+            for name, source in self._sources.items()
+            if (block := BLOCKS.get(source.kind or "")) is not None
+        }
 
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Kept = NONE_KEPT
     ) -> Parts:
+        quantized = self.quantized()
         for name in names:
             source = self._sources[name]
-            if name in kept and source.kind in BLOCKS:
+            method = quantized.get(name)
+            if source.kind and method is not None and kept.get(name) == (method.bits, method.group):
                 blocks = torch.from_numpy(np.require(source.blocks(), requirements=("C", "W")))
                 yield name, 0, decode(source.kind, blocks)
                 continue

@@ -15,7 +15,6 @@ from baton import cgroups
 from baton.gguf_file import opened
 from baton.layers.cache_spec import CacheSpec
 from baton.layers.parameters import Parameter, Parameters
-from baton.layers.quantization import gguf
 from baton.layers.quantization.quantized_tensor import QuantizedTensor
 from baton.layers.quantization.weight_method import Filling, QuantizedWeight, WeightPlan
 from baton.layers.tensor_parallel import ONE_RANK, Communicator, Shard
@@ -143,10 +142,9 @@ def _copy(
         and not (isinstance(parameters[name].target, QuantizedWeight) and cut.axis)
     }
     kept = {
-        name
+        name: (target.bits, target.group)
         for name in names
         if isinstance(target := parameters[name].target, QuantizedWeight)
-        and (target.bits, target.group) == (4, gguf.GROUP)
     }
     for name, start, source in file.read(names, whole | cuts.keys(), cuts, kept):
         parameter = parameters[name]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.layers.quantization.quantized_tensor import NONE_KEPT, Kept
 from baton.layers.tensor_parallel import NO_CUTS, Cuts
 from baton.models.config import ModelError
 
@@ -55,7 +56,7 @@ class Mxfp4Tensors:
         return ()
 
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Kept = NONE_KEPT
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         packed = {f"{name}_blocks": name for name in names}
         for stored, start, tensor in self._file.read([*names, *packed], whole, cuts):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.layers.quantization.quantized_tensor import NONE_KEPT, Kept
 from baton.layers.tensor_parallel import NO_CUTS, Cuts, TensorSlice
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class PackedExperts:
         return ()
 
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Kept = NONE_KEPT
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Reads tensors; of one with all experts no more than the one that is asked for."""
         plain = {self._stored[name]: name for name in names if name not in self._of}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.layers.quantization.fp8 import IGNORED
-from baton.layers.quantization.quantized_tensor import CheckpointFormat, Parts
+from baton.layers.quantization.quantized_tensor import NONE_KEPT, CheckpointFormat, Kept, Parts
 from baton.layers.tensor_parallel import NO_CUTS, Cuts
 from baton.models.config import ModelError
 
@@ -52,7 +52,7 @@ class QuantizedFile:
         return found
 
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Kept = NONE_KEPT
     ) -> Parts:
         stored = {}
         for name in names:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.checkpoint_limits import read_json
-from baton.layers.quantization.quantized_tensor import CheckpointFormat, Parts
+from baton.layers.quantization.quantized_tensor import NONE_KEPT, CheckpointFormat, Kept, Parts
 from baton.layers.tensor_parallel import NO_CUTS, Cuts
 from baton.models.config import ModelError
 from baton.models.gguf_checkpoint import GgufTensors
@@ -37,13 +37,13 @@ class TensorFile(Protocol):
         ...
 
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Kept = NONE_KEPT
     ) -> Parts:
         """Reads these tensors in turn, each in one or several parts along its first axis: name, where the
         part begins, part. One part at a time is in memory. Those named in `whole` come in one part,
         quantized ones always do. Of those in `cuts`, which are in `whole` too, only that is returned;
-        quantized ones come as if there were none. `kept`: will be kept in groups of 4 bits; blocks of
-        a GGUF file that are such come quantized, and dequantized otherwise."""
+        quantized ones come as if there were none. `kept`: blocks of a GGUF file that are such groups
+        come quantized, and dequantized otherwise."""
         ...
 
     def sample(self, update: Callable[[bytes], None]) -> None:
@@ -171,7 +171,7 @@ class SafetensorsFile:
         return ()
 
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Kept = NONE_KEPT
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Reads tensors; of one that is cut, nothing else is read."""
         wanted = set(names)

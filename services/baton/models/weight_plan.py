@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from baton.layers.quantization import gguf
 from baton.layers.quantization.awq import Awq
 from baton.layers.quantization.compressed_tensors import Compressed, Packed
 from baton.layers.quantization.fp8 import Fp8, Fp8Blocks
@@ -14,6 +13,7 @@ from baton.layers.quantization.gptq import Gptq
 from baton.layers.quantization.quantized_tensor import CheckpointFormat
 from baton.layers.quantization.weight_method import INT4_GROUPS, WeightMethod, WeightPlan
 from baton.models.config import ModelError
+from baton.models.gguf_checkpoint import GgufTensors
 from baton.models.tensor_files import stored_format, tensor_files
 
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
@@ -63,20 +63,21 @@ def weight_plan(
             WeightMethod(8) if quantization == "int8" else WeightMethod(4, group), head=head, on_gpu=on_gpu
         )
     if path.is_file() and quantization == "auto" and not on_gpu:
-        return _blocks_of_4_bits(path)
+        return _blocks(path)
     method = _kept(format, on_gpu) if format is not None and quantization == "auto" else None
     if method is None or problem is not None:
         return WeightPlan()
     if load_format == "dummy":
         return WeightPlan(method, on_gpu=on_gpu, dummy=True)
-    names = frozenset[str]().union(*(file.quantized() for file in tensor_files(path)))
-    return WeightPlan(method, names, on_gpu=on_gpu)
+    stored = {name: method for file in tensor_files(path) for name in file.quantized()}
+    return WeightPlan(method, stored, on_gpu=on_gpu)
 
 
-def _blocks_of_4_bits(path: Path) -> WeightPlan:
-    """A CPU computes with those of a GGUF file; it has no kernel for its other types."""
-    names = frozenset[str]().union(*(file.quantized() for file in tensor_files(path)))
-    return WeightPlan(WeightMethod(4, gguf.GROUP), names) if names else WeightPlan()
+def _blocks(path: Path) -> WeightPlan:
+    """A CPU computes with those of a GGUF file that it has kernels for."""
+    stored = GgufTensors(path).quantized()
+    fours = {method for method in stored.values() if method.bits == 4}
+    return WeightPlan(next(iter(fours), None), stored) if stored else WeightPlan()
 
 
 def unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -97,9 +98,9 @@ def _kept(format: CheckpointFormat, on_gpu: bool) -> WeightMethod | None:
     if on_gpu and isinstance(format, Fp8):
         return WeightMethod(8, floating=True)
     if on_gpu and isinstance(format, Fp8Blocks):
-        return _blocks(format.rows, format.columns)
+        return _fp8_blocks(format.rows, format.columns)
     if on_gpu and isinstance(format, Compressed) and format.floating and format.symmetric:
-        return WeightMethod(8, floating=True) if format.group < 0 else _blocks(format.rows, format.group)
+        return WeightMethod(8, floating=True) if format.group < 0 else _fp8_blocks(format.rows, format.group)
     if isinstance(format, Compressed) and not format.floating and format.symmetric and format.group < 0:
         return WeightMethod(8)
     if isinstance(format, Packed) and format.bits == 8 and format.symmetric and format.group < 0:
@@ -111,7 +112,7 @@ def _kept(format: CheckpointFormat, on_gpu: bool) -> WeightMethod | None:
     return None
 
 
-def _blocks(rows: int, columns: int) -> WeightMethod | None:
+def _fp8_blocks(rows: int, columns: int) -> WeightMethod | None:
     if (rows, columns) != (FP8_BLOCK, FP8_BLOCK):
         return None
     return WeightMethod(8, columns, floating=True, rows=rows)
@@ -129,7 +130,7 @@ def describe(
     if plan.fp8:
         return "rounded to FP8 while loading, and kept in the model's dtype"
     if format is None and plan.stored is not None:
-        return "blocks of 4 bits (GGUF) stay so in memory, other types are dequantized while loading"
+        return "blocks of 4, 6 and 8 bits (GGUF) stay so in memory, other types are dequantized while loading"
     if format is None:
         return "" if plan.method is None else f"quantized to {plan.method.name} while loading"
     if plan.method is None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from baton.layers.quantization.blocks_cpu import BlockMatrix
 from baton.layers.quantization.int8_cpu import Int8Matrix
 from baton.layers.quantization.weight_method import QuantizedWeight
 
@@ -43,13 +44,16 @@ class Dequantized:
         return residual.add_(self.apply(x, bias))
 
 
-class Int8:
-    """8 bits: computed with as they are, in float32."""
+class InFloat32:
+    """Codes are computed with as they are, in float32."""
 
     __slots__ = ("_matrix",)
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-        self._matrix = Int8Matrix(weight.codes, weight.scale.flatten())
+        if weight.bits == 8 and not weight.grouped:
+            self._matrix: Int8Matrix | BlockMatrix = Int8Matrix(weight.codes, weight.scale.flatten())
+        else:
+            self._matrix = BlockMatrix(weight.unpacked())
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = self._matrix.multiply(x.float().contiguous())
@@ -89,7 +93,7 @@ class Bf16Int4:
 
 MakeProduct = Callable[[QuantizedWeight, torch.dtype], Product]
 """Makes the product of a matrix, in a model of this dtype."""
-FOUR_BITS: tuple[MakeProduct, ...] = (Dequantized, Bf16Int4)
+FOUR_BITS: tuple[MakeProduct, ...] = (Dequantized, InFloat32, Bf16Int4)
 
 
 def exact_products(weight: QuantizedWeight, dtype: torch.dtype) -> list[Product]:

@@ -38,25 +38,34 @@ class Int8Matrix:
         """x [rows, in] -> x values^T [rows, out], or the sum with `add_to`, which is overwritten; float32 and
         contiguous. A row's products are added up in another order beside others than alone."""
         outputs, inputs = self._codes.shape
-        out = torch.empty(len(x), outputs) if add_to is None else add_to
-        if len(x) > MOST_ROWS:
+        rows = x.shape[0]
+        out = torch.empty(rows, outputs) if add_to is None else add_to
+        if rows > MOST_ROWS:
             step = max(1, PIECE // inputs)
             for part in (slice(first, first + step) for first in range(0, outputs, step)):
                 product = (x @ self._codes[part].float().t()).mul_(self._scale[part])
                 out[:, part] = product if add_to is None else product.add_(add_to[:, part])
             return out
         arguments = x.numpy(), *self._arrays, out.numpy(), add_to is not None
-        threads = min(torch.get_num_threads(), len(x) * outputs * inputs // GRAIN)
-        if threads < 2:
-            self._kernel(*arguments, 0, outputs)
-            return out
-        bounds = [outputs * part // threads for part in range(threads + 1)]
-        own, *others = pairwise(bounds)
-        waiting = [_threads().submit(self._kernel, *arguments, *part) for part in others]
-        self._kernel(*arguments, *own)
-        for each in waiting:
-            each.result()
+        share_outputs(self._kernel, arguments, outputs, rows * outputs * inputs)
         return out
+
+
+def share_outputs(
+    kernel: Callable[..., None], arguments: tuple[Any, ...], outputs: int, products: int
+) -> None:
+    """Calls `kernel` with the arguments and a range of outputs in each of several threads. `products`:
+    multiplications of them all."""
+    threads = min(torch.get_num_threads(), products // GRAIN, outputs)
+    if threads < 2:
+        kernel(*arguments, 0, outputs)
+        return
+    bounds = [outputs * part // threads for part in range(threads + 1)]
+    own, *others = pairwise(bounds)
+    waiting = [_threads().submit(kernel, *arguments, *part) for part in others]
+    kernel(*arguments, *own)
+    for each in waiting:
+        each.result()
 
 
 @cache
@@ -66,16 +75,20 @@ def _threads() -> ThreadPoolExecutor:
 
 @cache
 def _compiled() -> Callable[..., None]:
+    signature = "void(float32[:,::1], int8[:,::1], float32[::1], float32[:,::1], boolean, intp, intp)"
+    return compiled(_outputs, signature)
+
+
+def compiled(function: Callable[..., None], signature: str) -> Callable[..., None]:
     """Takes a second or two, once for each user of a machine. Numba takes 100 MB of a process's memory."""
     import numba
 
     # With NaN and infinity as they are: no `nnan` and `ninf`.
     options: dict[str, Any] = {"fastmath": {"reassoc", "contract"}, "nogil": True, "error_model": "numpy"}
-    signature = "void(float32[:,::1], int8[:,::1], float32[::1], float32[:,::1], boolean, intp, intp)"
     try:
-        return numba.njit(signature, cache=True, **options)(_outputs)
+        return numba.njit(signature, cache=True, **options)(function)
     except (RuntimeError, OSError):  # what is compiled can be kept neither beside this file nor in a home
-        return numba.njit(signature, **options)(_outputs)
+        return numba.njit(signature, **options)(function)
 
 
 def _outputs(x: Array, codes: Array, scale: Array, out: Array, add: bool, first: int, last: int) -> None:

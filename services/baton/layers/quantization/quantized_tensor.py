@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -58,6 +59,11 @@ class QuantizedTensor:
 
 Parts = Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]
 """Parts of a checkpoint's tensors: name, where the part begins on the first axis, part."""
+
+
+Kept = Mapping[str, tuple[int, int]]
+"""Matrices that will be kept in groups, by name: bits of a code, and columns of a group."""
+NONE_KEPT: Kept = MappingProxyType({})
 
 
 class CheckpointFormat(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,6 +117,20 @@ class QuantizedWeight:
                 low, high = parts.unbind(0)
             target.codes.copy_((low | (high << 4)).flatten(1))
             target.zero.copy_(source.zero)
+
+    def clear(self, first: int) -> None:
+        """Makes rows from the first on zero, those beyond a vocabulary's end."""
+        for each in (self.codes, self.scale, self.zero):
+            if each is not None:
+                each[first:].zero_()
+
+    def selected(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [n, in], dequantized: rows by number, int64 [n]; of a method without blocks of rows."""
+        part = object.__new__(QuantizedWeight)
+        part.bits, part.group, part.block, part.stacked = self.bits, self.group, 1, self.stacked
+        part.codes, part.scale = self.codes[rows], self.scale[rows]
+        part.zero = None if self.zero is None else self.zero[rows]
+        return part.unpacked().dequantize()
 
     def unpacked(self) -> QuantizedTensor:
         codes = self.codes
@@ -255,12 +269,14 @@ class WeightMethod:
     def name(self) -> str:
         if self.bits == 8:
             kind = "fp8" if self.floating else "int8"
-            return f"{kind} in blocks of {self.rows} x {self.group}" if self.group else kind
+            if self.group and self.rows > 1:
+                return f"{kind} in blocks of {self.rows} x {self.group}"
+            return f"{kind} in groups of {self.group}" if self.group else kind
         return f"int4 in groups of {self.group}"
 
     def fits(self, inputs: int) -> bool:
         if self.bits == 8:
-            return inputs % 16 == 0
+            return inputs % (16 if self.floating else self.group or 16) == 0
         return self.group in INT4_GROUPS and inputs % self.group == 0
 
 
@@ -273,9 +289,9 @@ class WeightPlan:
     """Which matrices stay quantized in memory, or are quantized while loading."""
 
     method: WeightMethod | None = None
-    stored: Collection[str] | None = None
-    """Names (X.weight) of those that the checkpoint has quantized by this method; None: all are quantized
-    while loading."""
+    stored: Mapping[str, WeightMethod] | None = None
+    """Those that the checkpoint has quantized, by name (X.weight); None: all are quantized while loading, by
+    `method`."""
     dummy: bool = False
     """Random weights are, in place of those that a checkpoint has quantized."""
     head: bool = False
@@ -291,9 +307,11 @@ class WeightPlan:
 
     def method_of(self, names: Sequence[str], inputs: int) -> WeightMethod | None:
         """Weight method of matrices that are one in memory; None: they are not quantized there."""
-        if self.method is None or not self.method.fits(inputs):
-            return None
-        return self.method if self.stored is None or all(name in self.stored for name in names) else None
+        method = self.method
+        if self.stored is not None:
+            method, *others = {self.stored.get(name) for name in names}
+            method = None if others else method
+        return method if method is not None and method.fits(inputs) else None
 
     def rounding(self, convert: Callable[[torch.Tensor], torch.Tensor] | None) -> Convert | None:
         """`convert`, and rounding if that is asked for."""
