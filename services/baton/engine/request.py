@@ -10,6 +10,7 @@ from baton.engine.plan import Logprobs, Pooling, Vector
 from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import CompiledGrammar
 from baton.kvcache import BlockTable
+from baton.kvcache.host_tier import TierCopy
 from baton.tracing.recorder import EventKind
 
 
@@ -48,6 +49,8 @@ class Sequence:
     """While it waits: its tokens, as the prefix tree compares them."""
     match: tuple[int, int] | None = None
     """While it waits: KvCacheManager.version, and how many of its pages were cached then."""
+    promotion: TierCopy | None = None
+    """While it waits: the copy of its pages from the host tier. There is one at most."""
     phase: SequencePhase = SequencePhase.WAITING
     finish: EngineFinishReason | None = None
     slot: int | None = None

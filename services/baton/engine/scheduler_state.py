@@ -229,7 +229,7 @@ class SchedulerState:
         """Admits a waiting sequence and the choices that will fork from it. `reserved`: pages reserved.
         `holding`: the cached pages of a prompt computed here; None: it is computed elsewhere."""
         self.waiting.remove(leader)
-        leader.encoded = leader.match = None
+        leader.encoded = leader.match = leader.promotion = None
         leader.holding = holding
         if holding is not None:
             leader.computed = leader.retired = len(holding) * self.cache.page_size

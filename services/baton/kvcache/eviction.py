@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 
 from baton.kvcache.tree_node import TreeNode
@@ -19,12 +19,12 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def make_policy(name: str) -> Policy:
-    """What has been withdrawn goes before others of its kind, whatever the policy. Raises ValueError for an
-    unknown name."""
-    if name not in POLICIES:
-        raise ValueError(f"unknown eviction policy {name!r}: use one of {', '.join(sorted(POLICIES))}")
-    order = POLICIES[name]
+def make_policy(policy: str | Policy) -> Policy:
+    """`policy`: or its name. What has been withdrawn goes before others of its kind, whatever the policy.
+    Raises ValueError for an unknown name."""
+    if isinstance(policy, str) and policy not in POLICIES:
+        raise ValueError(f"unknown eviction policy {policy!r}: use one of {', '.join(sorted(POLICIES))}")
+    order = POLICIES[policy] if isinstance(policy, str) else policy
     return lambda node: (not node.withdrawn, *order(node))
 
 
@@ -59,6 +59,17 @@ class EvictionQueue:
                 return candidate
             heapq.heappop(self._heap)
         return None
+
+    def in_order(self) -> Iterator[TreeNode]:
+        """All, the next to evict first; they stay. Nothing may be put meanwhile."""
+        waiting = [(entry, 0) for entry in self._heap[:1]]
+        while waiting:
+            entry, at = heapq.heappop(waiting)
+            if self._valid.get(entry[2]) == entry[1]:
+                yield entry[2]
+            for below in (2 * at + 1, 2 * at + 2):
+                if below < len(self._heap):
+                    heapq.heappush(waiting, (self._heap[below], below))
 
     def __contains__(self, candidate: TreeNode) -> bool:
         return candidate in self._valid

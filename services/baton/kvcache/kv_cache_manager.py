@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count as counter
+from typing import TYPE_CHECKING
 
 from baton.kvcache import kv_groups
 from baton.kvcache.block_table import BlockTable
@@ -21,6 +22,10 @@ from baton.kvcache.page_allocator import (
     require,
 )
 from baton.kvcache.prefix_tree import PrefixTree, TokenKey, TreeObserver
+from baton.kvcache.tree_node import PageRow, TreeNode
+
+if TYPE_CHECKING:
+    from baton.kvcache.host_tier import HostTier
 
 
 class KvCacheManager:
@@ -43,6 +48,8 @@ class KvCacheManager:
         self._windows = [(i, group) for i, group in enumerate(self.groups) if group.spec.rows_may_lack]
         self.has_windows = bool(self._windows)
         """Whether `drop` ever has anything to do."""
+        self.tier: HostTier | None = None
+        """Keeps what this pool evicts; sets this itself."""
 
     def encode(self, tokens: Sequence[int]) -> bytes:
         """Encodes tokens that are looked up several times: see PrefixTree.encode."""
@@ -85,6 +92,19 @@ class KvCacheManager:
         holding = BlockTable(tables, namespace, node, dropped)
         self._holdings.add(holding)
         return holding
+
+    def find(self, tokens: TokenKey, namespace: str, max_rows: int, position: int) -> list[PageRow]:
+        """The pages that `hold` with these arguments would find. Counts as a use, and holds nothing: they may
+        be evicted at any time."""
+        return self._tree.match(tokens, namespace, max_rows, position)[1]
+
+    def leaving(self, pages: int) -> Iterator[TreeNode]:
+        """See PrefixTree.leaving."""
+        return self._tree.leaving(pages)
+
+    def path_of(self, node: TreeNode) -> tuple[str, bytes, list[PageRow]]:
+        """See PrefixTree.path_of."""
+        return self._tree.path_of(node)
 
     def match_length(self, tokens: TokenKey, namespace: str = "", max_rows: int | None = None) -> int:
         """Tokens of `tokens` that `hold` would find, in whole pages; changes nothing."""
@@ -240,7 +260,14 @@ class KvCacheManager:
 
     def withdraw(self, holding: BlockTable) -> None:
         """What the tree holds of this sequence is damaged: nobody finds it, or what follows it, any more."""
+        if self.tier is not None and holding.committed:
+            first = self._tree.path_of(holding.node)[1][: 4 * self.page_size]
+            self.tier.withdraw(holding.namespace, first)
         self._tree.withdraw(holding.node)
+
+    def withdraw_prefix(self, first: bytes, namespace: str) -> None:
+        """As `withdraw`, for all that begins with a page of these tokens, 4 bytes each."""
+        self._tree.withdraw_prefix(first, namespace)
 
     def quarantine(self, holding: BlockTable, pages: Iterable[int]) -> None:
         """Withdraws owned pages of the holding: something may still write them. Possible until a released

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count as counter
 from typing import Protocol
 
-from baton.kvcache.eviction import EvictionQueue, make_policy
+from baton.kvcache.eviction import EvictionQueue, Policy, make_policy
 from baton.kvcache.kv_groups import FULL, NO_PAGE, KvGroup
 from baton.kvcache.page_allocator import AccountingError, require
 from baton.kvcache.tree_node import PageRow, TreeNode
@@ -41,7 +41,9 @@ class PrefixTree:
     a prefix is usable at a length where each window group holds what the next token sees.
     """
 
-    def __init__(self, page_size: int, policy: str = "lru", groups: Sequence[KvGroup] = (FULL,)) -> None:
+    def __init__(
+        self, page_size: int, policy: str | Policy = "lru", groups: Sequence[KvGroup] = (FULL,)
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
@@ -203,6 +205,7 @@ class PrefixTree:
                 self._observer.stored(node.ids[-1] if node.ids else None, namespace, rest, ids)
             node = self._append(node, namespace, rest, fresh, ids)
             taken += [page for row in fresh for page in row if page != NO_PAGE]
+            self._now += len(fresh)
         if taken:
             self.cached += len(taken)
             self.version += 1
@@ -235,6 +238,30 @@ class PrefixTree:
             self._observer.removed(removed)
         return evicted
 
+    def leaving(self, pages: int) -> Iterator[TreeNode]:
+        """Leaves in the order of their eviction, until they and what is above them have so many pages that
+        could be evicted, roughly. Nothing may be changed meanwhile but `demoted`."""
+        seen: set[TreeNode] = set()
+        for leaf in self._queue.in_order():
+            if pages <= 0:
+                return
+            for node in leaf.path():
+                if node in seen or node.locks:
+                    break
+                seen.add(node)
+                pages -= len(node.rows) * self.full_groups
+            if not leaf.withdrawn:
+                yield leaf
+
+    def path_of(self, node: TreeNode) -> tuple[str, bytes, list[PageRow]]:
+        """Namespace and tokens from the first page on to the end of the node, and the rows, as far as they are
+        usable."""
+        *nodes, _ = node.path()
+        rows = [row for each in reversed(nodes) for row in each.rows]
+        if self._has_windows:
+            del rows[self._windows.usable(rows, None) :]
+        return node.child_key[0], b"".join(each.key for each in reversed(nodes)), rows
+
     def withdraw(self, node: TreeNode) -> None:
         """No search from the root finds any more what leads to `node`, nor what follows any of it: the
         contents are damaged. The rows stay until they are evicted, before others, for observers in
@@ -253,6 +280,12 @@ class PrefixTree:
         if self._observer is not None:
             self._observer.removed([row for each in top.subtree() for row in each.ids])
             self._report(self._observer, top)
+
+    def withdraw_prefix(self, first: bytes, namespace: str) -> None:
+        """As `withdraw`, for all that begins with a page of these tokens, 4 bytes each."""
+        node = self._root.children.get((namespace, first))
+        if node is not None:
+            self.withdraw(node)
 
     def observe(self, observer: TreeObserver | None) -> None:
         """Sets the observer. It is called for all rows present, parents first, and then for each change.
@@ -390,6 +423,7 @@ class PrefixTree:
         for above in node.path():
             above.last_used = self._now
             above.hits += hits
+            above.demoted = False
             if self._has_windows:
                 self._windows.touched(above)
         self._enqueue(node)

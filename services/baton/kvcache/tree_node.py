@@ -37,6 +37,8 @@ class TreeNode:
     hits: int = 0
     withdrawn: bool = False
     """No search finds it."""
+    demoted: bool = False
+    """A lower tier was given it, and what is above it, since it was last used."""
 
     @property
     def end(self) -> int:
@@ -53,6 +55,7 @@ class TreeNode:
         )
         upper.locks, upper.created = self.locks, self.created
         upper.last_used, upper.hits, upper.withdrawn = self.last_used, self.hits, self.withdrawn
+        upper.demoted = self.demoted
         parent.children[self.child_key] = upper
         self.parent, self.key = upper, self.key[border:]
         self.first, self.rows, self.ids = self.first + rows, self.rows[rows:], self.ids[rows:]

@@ -1,5 +1,5 @@
 """Bugs that can be planted into the real core, one at a time, to show that the simulator finds them. Those of
-the gateway are in `gateway_bugs`."""
+the gateway are in `gateway_bugs`, those of the host tier in `host_tier_bugs`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from baton.sim import draft_bugs as draft_bugs
 from baton.sim import gateway_bugs as gateway_bugs
 from baton.sim import source_bugs as source_bugs
 from baton.sim import state_bugs as state_bugs
+from baton.sim import host_tier_bugs as host_tier_bugs
 from baton.sim.planting import BUGS as BUGS
 from baton.sim.planting import Wrong, bug
 from baton.sim.planting import planted as planted

@@ -79,7 +79,7 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
     @property
     def busy(self) -> str:
         held = (self.core.requests, len(self.fetches.running), len(self.fetches.pulls), len(self.flights))
-        text = "{} requests, {} hand-offs, {} pulls, {} steps, {} lent, {} borrowed, {} borrowing"
+        text = "{} requests, {} hand-offs, {} pulls, {} steps, {} lent, {} borrowed, {} borrowing, {} copies"
         return text.format(*held, *self.shared) if any((*held, *self.shared)) else ""
 
     def partner(self, address: str) -> SimPrefill | None:

@@ -32,7 +32,7 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
     def busy(self) -> str:
         """What it still holds, for messages; empty: nothing."""
         held = (self.core.requests, len(self.flights), len(self.steps.pipeline.inbox), *self.shared)
-        text = "{} attempts, {} steps, {} calls, {} lent, {} borrowed, {} borrowing"
+        text = "{} attempts, {} steps, {} calls, {} lent, {} borrowed, {} borrowing, {} copies"
         return text.format(*held) if any(held) else ""
 
     def under_way(self) -> list[tuple[AttemptName, Host]]:

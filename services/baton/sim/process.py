@@ -22,6 +22,8 @@ from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
 from baton.sim.grammar import SimGrammar
 from baton.sim.model import ONE, STATE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner, Windows
+from baton.sim.host_tier import SimHostTier
+from baton.sim.model import ONE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner, Windows
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.ranks import SimRanks
 from baton.sim.scheduler_rules import check_scheduler
@@ -127,6 +129,10 @@ class Machine:
     ranks: int = 1
     collective_seconds: float = 1.0
     """Time limit of a collective."""
+    tier_rows: int = 0
+    """Page indexes that the host tier has room for; 0: there is none."""
+    tier_pace: float = 0.0
+    """Seconds, the usual time to copy half a page from or to it."""
 
 
 class SimLending(CacheLending):
@@ -171,6 +177,8 @@ class Worker(SimProcess, WorkerShell[C]):
         self.pool = SimPool(pages, config.page_size, machine.heads)
         self.allocator = PageAllocator(pages, self.pool.generations)
         self.cache = KvCacheManager(self.allocator, PrefixTree(config.page_size, config.eviction, groups))
+        has_tier = machine.tier_rows and machine.ranks == 1
+        self.host_tier = SimHostTier(self, machine.tier_rows, machine.tier_pace) if has_tier else None
         self.model_info = node_pb2.ModelInfo(context_length=config.kv_tokens, vocab_size=VOCAB, grammars=True)
         self.layout = common_pb2.Layout(page_size=config.page_size)
         self.page_bytes = self.pool.page_bytes
@@ -284,11 +292,13 @@ class Worker(SimProcess, WorkerShell[C]):
         (self._borrowers if endpoint.method == LEND else self.streams).accept(endpoint)
 
     @property
-    def shared(self) -> tuple[int, int, int]:
-        """How many leases it has lent, and how many fetches and pulls of cached pages run."""
+    def shared(self) -> tuple[int, int, int, int]:
+        """How many leases it has lent, how many fetches and pulls of cached pages run, and copies between the
+        pool and the host tier."""
         sharing = self.core.sharing
         fetches = sharing.borrower.fetches
-        return len(sharing.lender.leases.running), len(fetches.running), len(fetches.pulls)
+        copies = self.host_tier.tier.copies if self.host_tier is not None else 0
+        return len(sharing.lender.leases.running), len(fetches.running), len(fetches.pulls), copies
 
     def start_steps(self) -> None:
         rng = self.world.rng(f"steps {self.name}")
@@ -373,6 +383,8 @@ class Worker(SimProcess, WorkerShell[C]):
         """Checks the pool's accounting and design rule 5: nothing that a step in flight uses is free or
         reused."""
         self.cache.check()
+        if self.host_tier is not None:
+            self.host_tier.check()
         check_scheduler(self.scheduler)
         if self.scheduler.reservations.total > self.cache.available:
             raise Violation(f"promises: {self.who} has promised more pages than it has")
@@ -419,6 +431,8 @@ class Worker(SimProcess, WorkerShell[C]):
     def check_idle(self) -> None:
         """Design rule 5 at quiescence."""
         self.cache.check(idle=True)
+        if self.host_tier is not None:
+            self.host_tier.check(idle=True)
         counts = self.cache.counts()
         if counts.free + counts.cached != counts.total:
             raise Violation(f"quiescence: pages of {self.who}: {counts}")

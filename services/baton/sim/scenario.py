@@ -108,6 +108,9 @@ def make_scenario(seed: int) -> Scenario:
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
     if STATE not in windows:  # rejected drafts would stay in states
         decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
+    decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
+    prefill, decode, of_ranks = _ranks(random.Random(f"ranks {seed}"), prefill, decode)
+    prefill, decode = _tiers(random.Random(f"slabs {seed}"), prefill, decode)
     expiries: list[Fault] = []
     if tight:
         prefill, decode, expiries = _expiries(random.Random(f"expiry {seed}"), prefill, decode)
@@ -115,6 +118,8 @@ def make_scenario(seed: int) -> Scenario:
     room = min(config.kv_tokens for config, _ in decode)
     requests = _requests(rng, gateways, room, tight, windows)
     requests = tuple(_with_options(random.Random(f"options {seed} {r.number}"), r) for r in requests)
+    if any(machine.tier_rows for _, machine in (*prefill, *decode)):
+        requests += _next_turns(random.Random(f"turns {seed}"), requests, room, windows)
     names = (
         [f"p{i}" for i in range(len(prefill))],
         [f"d{i}" for i in range(len(decode))],
@@ -317,6 +322,49 @@ def _request(
 Workers = tuple[
     tuple[tuple[PrefillConfig, Machine], ...], tuple[tuple[DecodeConfig, Machine], ...], list[Fault]
 ]
+
+
+def _tiers(
+    rng: random.Random,
+    prefill: tuple[tuple[PrefillConfig, Machine], ...],
+    decode: tuple[tuple[DecodeConfig, Machine], ...],
+) -> tuple[tuple[tuple[PrefillConfig, Machine], ...], tuple[tuple[DecodeConfig, Machine], ...]]:
+    """Every third deployment has nodes with a host tier, often one smaller than the pool, and small pools."""
+    if rng.random() < 0.65:
+        return prefill, decode
+    pace = rng.choice((0.0002, 0.002, 0.02, 0.1, 0.1))
+
+    def tiered(machine: Machine) -> Machine:
+        rows = rng.choice((0, rng.randrange(4, 10), rng.randrange(4, 10), rng.randrange(10, 60)))
+        return replace(machine, tier_rows=rows, tier_pace=pace)
+
+    pages = rng.randrange(8, 14)
+    small = (replace(config, kv_tokens=min(config.kv_tokens, pages * PAGE_SIZE)) for config, _ in prefill)
+    prefill = tuple((config, tiered(machine)) for config, (_, machine) in zip(small, prefill, strict=True))
+    return prefill, tuple((config, tiered(machine)) for config, machine in decode)
+
+
+def _next_turns(
+    rng: random.Random, requests: tuple[RequestSpec, ...], room: int, windows: Windows
+) -> tuple[RequestSpec, ...]:
+    """The next turns of conversations, when others have had pages in between; a tier may have theirs."""
+    turns: list[RequestSpec] = []
+    after = requests[-1].at - requests[0].at + rng.choice((0.5, 2.0))
+    last = list(requests[: rng.randrange(4, 12)])
+    for _ in range(rng.choice((1, 2))):
+        for index, spec in enumerate(last):
+            more: tuple[int, ...] = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6)))
+            if rng.random() < 0.5:
+                more = (
+                    *reference(spec.prompt, spec.params.seed, spec.params.max_tokens, windows=windows),
+                    *more,
+                )
+            prompt = (*spec.prompt, *more)[: room - spec.params.max_tokens]
+            number = len(requests) + len(turns)
+            turn = replace(spec, number=number, at=spec.at + after, prompt=prompt, stop=(), cancel_after=None)
+            turns.append(turn)
+            last[index] = turn
+    return tuple(turns)
 
 
 def _ranks(

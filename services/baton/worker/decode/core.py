@@ -231,6 +231,8 @@ class DecodeCore:
 
     def tick(self, now: float) -> None:
         self._now = now
+        if self.cache.tier is not None:
+            self.cache.tier.tick(now)
         for state in [r for r in self.unfinished.values() if r.request.deadline <= now]:
             self._fail(state, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
         self.fetches.tick(now)

@@ -235,6 +235,8 @@ class PrefillCore:
 
     def tick(self, now: float) -> None:
         self._now = now
+        if self.cache.tier is not None:
+            self.cache.tier.tick(now)
         self.leases.tick(now)
         borrows = self.sharing.borrower.waits
         waits = any(not (s.request.awaits_grammar or borrows(s.request)) for s in self.scheduler.waiting)

@@ -1,0 +1,248 @@
+"""The host tier: a second pool of the same process, which keeps what the first one is about to evict.
+
+It has pages, generations and a prefix tree of its own, so that a page index is held at most once a tier.
+Pages are *demoted* to it before the first pool evicts them, and *promoted* from it while a request waits.
+Both are pulls between the two pools, as between two nodes: the receiver takes pages of its own, somebody
+copies, and the sources' generations are compared afterwards. Nothing is locked at the source: what it has
+reused meanwhile is dropped. Pure, for one thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count as counter
+from math import inf
+from typing import Protocol
+
+from baton.kvcache.block_table import BlockTable
+from baton.kvcache.eviction import Policy
+from baton.kvcache.kv_cache_manager import KvCacheManager
+from baton.kvcache.kv_groups import NO_PAGE
+from baton.kvcache.page_allocator import require
+from baton.kvcache.prefix_tree import TokenKey
+from baton.kvcache.tree_node import PageRow
+
+PROMOTION_SECONDS = 5.0
+"""A request waits no longer for its pages; then it is computed."""
+
+
+class PageCopier(Protocol):
+    """Copies pages between the two pools, elsewhere than in the step thread."""
+
+    def copy(self, number: int, pairs: Sequence[tuple[int, int]], up: bool) -> None:
+        """Begins to copy (source, target) pages; must not block. `up`: from the tier to the first pool. When
+        no copy of this number is running any more, HostTier.copied is called with it, in the step thread.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class TierCopy:
+    """A demotion or a promotion."""
+
+    number: int
+    up: bool
+    namespace: str
+    key: bytes
+    """Tokens of the rows of `holding`, 4 bytes each."""
+    holding: BlockTable
+    """The receiver's."""
+    begin: int
+    """Its first row that is copied."""
+    sources: list[PageRow]
+    """The source's pages of each row from `begin` on that are copied; NO_PAGE for others."""
+    generations: dict[int, int]
+    """Of the sources, before the copy."""
+    running: bool = True
+    """Whether a request waits for it."""
+    spoiled: bool = False
+    """What it copies is known to be damaged."""
+    due: float = inf
+
+
+@dataclass(slots=True)
+class TierCounters:
+    demoted_pages: int = 0
+    promoted_pages: int = 0
+    hits: int = 0
+    """Requests for which pages were promoted."""
+    misses: int = 0
+    """Promotions, and demotions, whose pages were reused meanwhile or could not be copied."""
+
+
+def keep_what_returns(rows: int) -> Policy:
+    """Evicts the least recently used, where what was used again counts as used `rows` page indexes later: a
+    scan of as many does not flush it."""
+    return lambda node: (node.last_used + (rows if node.hits else 0),)
+
+
+class HostTier:
+    def __init__(
+        self,
+        first: KvCacheManager,
+        cache: KvCacheManager,
+        copier: PageCopier,
+        pays: Callable[[int, int, int], bool] = lambda cached, tokens, pages: True,
+    ) -> None:
+        """`first`: of the pool on the device. `cache`: of the tier. `pays(cached, tokens, pages)`: whether to
+        promote `pages` pages takes less time than to compute tokens `cached` to `tokens`."""
+        if (first.page_size, first.groups) != (cache.page_size, cache.groups):
+            raise ValueError("the pages of the two pools hold different things")
+        self.cache = cache
+        self.counters = TierCounters()
+        self._first = first
+        self._copier = copier
+        self._pays = pays
+        self._numbers = counter(1)
+        self._running: dict[int, TierCopy] = {}
+        self._demotion: TierCopy | None = None
+        self._looked = (-1, -1, -1)
+        # As many pages as two pools have half of: a smaller tier would evict what the first pool evicts next.
+        self._ahead = min(first.counts().total, cache.counts().total) // 2
+        first.tier = self
+
+    @property
+    def copies(self) -> int:
+        """Demotions and promotions that run."""
+        return len(self._running)
+
+    # --- promotion --------------------------------------------------------------------------------------
+
+    def promotable(self, tokens: TokenKey, namespace: str, cached: int, limit: int) -> int:
+        """Page indexes of `tokens`, `limit` at most, that the first pool would hold after a promotion that
+        pays; `cached`, as many as it holds now, where there is none. Changes nothing."""
+        size = self.cache.page_size
+        rows = self.cache.match_length(tokens, namespace, limit) // size
+        if rows <= cached or not self._pays(
+            cached * size, rows * size, (rows - cached) * len(self.cache.groups)
+        ):
+            return cached
+        return rows
+
+    def promote(self, tokens: bytes, namespace: str, rows: int, room: int) -> TierCopy | None:
+        """Begins to copy the first `rows` page indexes, as far as the first pool lacks them; at most `room`
+        pages less are available there then. None: there is no room, or nothing to copy."""
+        first, position = self._first, self._position(rows)
+        found = self.cache.find(tokens, namespace, rows, position)
+        if len(found) < rows:
+            return None
+        locked = first.unlocked(tokens, namespace, rows, position)
+        holding = first.hold(tokens, namespace, rows, position)
+        if len(holding) == rows or locked + first.lacking(holding, rows) > room:
+            first.release(holding, 0)
+            return None
+        self.counters.hits += 1
+        key = first.encode(tokens)[: rows * 4 * first.page_size]
+        return self._begin(True, namespace, key, holding, found)
+
+    # --- demotion ---------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Ends waits that last too long, and demotes what the first pool evicts next."""
+        for copy in self._running.values():
+            if copy.due == inf:
+                copy.due = now + PROMOTION_SECONDS
+            elif copy.due <= now:
+                copy.running = False
+        if self._demotion is None:
+            self._demote()
+
+    def _demote(self) -> None:
+        first = self._first
+        state = first.version, first.counts().free, first.available
+        if state == self._looked:
+            return
+        for node in first.leaving(self._ahead - state[1]):
+            if node.demoted:
+                continue
+            for above in node.path():
+                above.demoted = True
+            namespace, key, rows = first.path_of(node)
+            if rows and self._demote_path(namespace, key, rows):
+                return
+        self._looked = state
+
+    def _demote_path(self, namespace: str, key: bytes, rows: list[PageRow]) -> bool:
+        cache = self.cache
+        holding = cache.hold(key, namespace, len(rows), self._position(len(rows)))
+        if len(holding) == len(rows) or cache.lacking(holding, len(rows)) > cache.available:
+            cache.release(holding, 0)
+            return False
+        self._demotion = self._begin(False, namespace, key[: len(rows) * 4 * cache.page_size], holding, rows)
+        return True
+
+    # --- both -------------------------------------------------------------------------------------------
+
+    def _position(self, rows: int) -> int:
+        """Where a sequence goes on that uses so many: of window groups, the pages that it sees are copied."""
+        return rows * self.cache.page_size + 1
+
+    def _begin(
+        self, up: bool, namespace: str, key: bytes, holding: BlockTable, rows: list[PageRow]
+    ) -> TierCopy:
+        source, target = (self.cache, self._first) if up else (self._first, self.cache)
+        begin = len(holding)
+        target.extend(holding, len(rows))
+        taken = zip(*(table[begin:] for table in holding.tables), strict=True)
+        sources = [
+            tuple(page if new != NO_PAGE else NO_PAGE for page, new in zip(row, row_taken, strict=True))
+            for row, row_taken in zip(rows[begin:], taken, strict=True)
+        ]
+        pages = [page for row in sources for page in row if page != NO_PAGE]
+        require(
+            len(pages) == sum(new != NO_PAGE for table in holding.tables for new in table[begin:]),
+            "a page to copy is gone",
+        )
+        generations = {page: source.generation(page) for page in pages}
+        copy = TierCopy(next(self._numbers), up, namespace, key, holding, begin, sources, generations)
+        self._running[copy.number] = copy
+        self._copier.copy(copy.number, list(self._pairs(copy)), up)
+        return copy
+
+    @staticmethod
+    def _pairs(copy: TierCopy) -> list[tuple[int, int]]:
+        """Group by group, since the pages of a group were taken together."""
+        pairs = []
+        for group, table in enumerate(copy.holding.tables):
+            for row, target in zip(copy.sources, table[copy.begin :], strict=True):
+                if row[group] != NO_PAGE:
+                    pairs.append((row[group], target))
+        return pairs
+
+    def copied(self, number: int, error: str | None) -> None:
+        """No copy of this number is running any more. `error`: why its targets hold garbage."""
+        copy = self._running.pop(number)
+        if copy is self._demotion:
+            self._demotion = None
+        copy.running = False
+        target = self._first if copy.up else self.cache
+        kept = 0 if error is not None or copy.spoiled else self._unchanged(copy)
+        if kept < len(copy.sources):
+            self.counters.misses += 1
+        if kept:
+            rows = copy.begin + kept
+            tokens = array("I", copy.key[: rows * 4 * self.cache.page_size])
+            target.commit(copy.holding, tokens, copy.namespace)
+            pages = sum(page != NO_PAGE for row in copy.sources[:kept] for page in row)
+            if copy.up:
+                self.counters.promoted_pages += pages
+            else:
+                self.counters.demoted_pages += pages
+        target.release(copy.holding, 0)
+
+    def _unchanged(self, copy: TierCopy) -> int:
+        """Leading rows whose sources have not been reused since the copy began."""
+        source = self.cache if copy.up else self._first
+        for index, row in enumerate(copy.sources):
+            for page in row:
+                if page != NO_PAGE and source.generation(page) != copy.generations[page]:
+                    return index
+        return len(copy.sources)
+
+    def withdraw(self, namespace: str, first: bytes) -> None:
+        """What begins with these tokens of one page, 4 bytes each, is damaged: nobody finds it any more."""
+        self.cache.withdraw_prefix(first, namespace)
+        for copy in self._running.values():
+            if copy.namespace == namespace and copy.key.startswith(first):
+                copy.spoiled = True
