@@ -172,6 +172,9 @@ class WorkerConfig(NodeConfig):
     context_length: int = 0
     """Tokens of a request at most, prompt and output together; 0: as many as the model was made for, which is
     the most."""
+    host_memory: str = ""
+    """Memory of the host, such as 64G, for pages that the KV pool evicts: they are copied back when a prompt
+    needs them, if that is sooner than to compute it. Empty: none. Not with --tp."""
     eviction: Literal["lru", "lfu", "fifo", "mru"] = "lru"
     """Which cached pages make room for others: lru (those least recently used), lfu, fifo or mru."""
     policy: Literal["fcfs", "lpm", "priority"] = "fcfs"

@@ -97,7 +97,7 @@ def test_what_was_evicted_comes_back(groups: Sequence[KvGroup]) -> None:
     assert pools.first.match_length(prompts[0]) == len(prompts[0])
     assert pools.compute(prompts[0]) == 0
     assert pools.tier.counters.promoted_pages
-    assert not pools.tier.counters.misses
+    assert not pools.tier.counters.dropped
     pools.lower.check(idle=True)
     pools.first.check(idle=True)
 
@@ -118,7 +118,7 @@ def test_a_source_that_is_reused_while_it_is_demoted_is_dropped() -> None:
     pools.compute(prompt(1, 8))  # evicts all of it before the copier begins
     pools.run()
     assert pools.lower.match_length(first) == 0
-    assert pools.tier.counters.misses == 1
+    assert pools.tier.counters.dropped == 1
 
 
 def test_a_source_that_is_reused_while_it_is_promoted_is_dropped() -> None:
@@ -132,7 +132,7 @@ def test_a_source_that_is_reused_while_it_is_promoted_is_dropped() -> None:
     pools.lower.extend(taken, 8)  # all pages of the tier
     pools.run()
     assert pools.first.match_length(first) == 0
-    assert pools.tier.counters.misses == 1
+    assert pools.tier.counters.dropped == 1
     pools.lower.release(taken, 0)
     pools.check()
 
@@ -191,7 +191,7 @@ def test_what_does_not_pay_is_computed() -> None:
         asked.append((cached, tokens, pages))
         return False
 
-    pools.tier._pays = pays
+    pools.tier.pays = pays
     assert not pools.promote(tokens)
     assert asked == [(0, 24, 6)]
 

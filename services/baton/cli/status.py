@@ -101,7 +101,10 @@ def _pages(report: NodeReport) -> str:
         return ""
     pages = report.load.pages
     text = f"{pages.free} free, {pages.cached} cached of {pages.total}"
-    return f"{text}, [red]{pages.quarantined} quarantined[/]" if pages.quarantined else text
+    if pages.quarantined:
+        text += f", [red]{pages.quarantined} quarantined[/]"
+    host = report.load.host_pages
+    return f"{text}; host {host.cached} cached of {host.total}" if host.total else text
 
 
 def _default_sampling(gateway: NodeReport) -> str:

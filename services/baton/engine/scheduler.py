@@ -188,7 +188,7 @@ class Scheduler(SchedulerState):
         return True
 
     def _promotable(self, leader: Sequence, cached: int) -> int:
-        """Leading page indexes that the leader can take from the prefix tree once it has waited for the tier."""
+        """Leading page indexes that the leader can take from the prefix tree, having waited for the tier."""
         tier, request = self.cache.tier, leader.request
         if tier is None or leader.promotion is not None or request.wants_all_positions:
             return cached

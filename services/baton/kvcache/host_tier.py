@@ -65,10 +65,10 @@ class TierCopy:
 class TierCounters:
     demoted_pages: int = 0
     promoted_pages: int = 0
-    hits: int = 0
+    promotions: int = 0
     """Requests for which pages were promoted."""
-    misses: int = 0
-    """Promotions, and demotions, whose pages were reused meanwhile or could not be copied."""
+    dropped: int = 0
+    """Promotions and demotions of which pages were reused meanwhile, or that failed."""
 
 
 def keep_what_returns(rows: int) -> Policy:
@@ -93,7 +93,7 @@ class HostTier:
         self.counters = TierCounters()
         self._first = first
         self._copier = copier
-        self._pays = pays
+        self.pays = pays
         self._numbers = counter(1)
         self._running: dict[int, TierCopy] = {}
         self._demotion: TierCopy | None = None
@@ -114,7 +114,7 @@ class HostTier:
         pays; `cached`, as many as it holds now, where there is none. Changes nothing."""
         size = self.cache.page_size
         rows = self.cache.match_length(tokens, namespace, limit) // size
-        if rows <= cached or not self._pays(
+        if rows <= cached or not self.pays(
             cached * size, rows * size, (rows - cached) * len(self.cache.groups)
         ):
             return cached
@@ -132,7 +132,7 @@ class HostTier:
         if len(holding) == rows or locked + first.lacking(holding, rows) > room:
             first.release(holding, 0)
             return None
-        self.counters.hits += 1
+        self.counters.promotions += 1
         key = first.encode(tokens)[: rows * 4 * first.page_size]
         return self._begin(True, namespace, key, holding, found)
 
@@ -219,7 +219,7 @@ class HostTier:
         target = self._first if copy.up else self.cache
         kept = 0 if error is not None or copy.spoiled else self._unchanged(copy)
         if kept < len(copy.sources):
-            self.counters.misses += 1
+            self.counters.dropped += 1
         if kept:
             rows = copy.begin + kept
             tokens = array("I", copy.key[: rows * 4 * self.cache.page_size])

@@ -254,7 +254,7 @@ class PrefixTree:
                 yield leaf
 
     def path_of(self, node: TreeNode) -> tuple[str, bytes, list[PageRow]]:
-        """Namespace and tokens from the first page on to the end of the node, and the rows, as far as they are
+        """Namespace and tokens from the first page on to the end of the node, and the rows as far as they are
         usable."""
         *nodes, _ = node.path()
         rows = [row for each in reversed(nodes) for row in each.rows]

@@ -52,6 +52,10 @@ COUNTERS = {
     "pulled_bytes": "Bytes of KV pages pulled.",
     "borrowed_pages": "KV pages pulled out of other workers' prefix trees.",
     "lent_pages": "KV pages lent to other workers.",
+    "demoted_pages": "KV pages copied to the host tier.",
+    "promoted_pages": "KV pages copied back from the host tier.",
+    "promotions": "Requests for which pages were copied back from the host tier.",
+    "dropped_copies": "Copies to or from the host tier that were dropped, since a page was reused meanwhile.",
     "retractions": "Requests that lost their pages under memory pressure.",
     "finished": "Requests that finished.",
     "failed": "Requests that failed.",
@@ -141,10 +145,14 @@ class LoadCollector(Collector):
         for reason in sorted({problem.reason for problem in load.problems}):
             problems.add_metric([self._role, reason], 1.0)
         yield problems
-        pages = GaugeMetricFamily("baton_pages", "KV pages by state.", labels=["role", "state"])
-        for field in node_pb2.PageCounts.DESCRIPTOR.fields:
-            pages.add_metric([self._role, field.name], float(getattr(load.pages, field.name)))
-        yield pages
+        for name, text, counts in (
+            ("pages", "KV pages by state.", load.pages),
+            ("host_pages", "Pages of the host tier by state.", load.host_pages),
+        ):
+            pages = GaugeMetricFamily(f"baton_{name}", text, labels=["role", "state"])
+            for field in node_pb2.PageCounts.DESCRIPTOR.fields:
+                pages.add_metric([self._role, field.name], float(getattr(counts, field.name)))
+            yield pages
 
     def _ranks(self, load: node_pb2.Load, ranks: Sequence[node_pb2.Rank]) -> Iterator[Metric]:
         """Nothing but the names where there is one rank."""

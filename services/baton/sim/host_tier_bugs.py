@@ -10,17 +10,19 @@ from baton.kvcache.kv_groups import NO_PAGE
 from baton.sim.planting import Wrong, bug
 
 
-@bug("promoted-unchecked", "generations are not compared after a promotion", 400, HostTier, "_unchanged")
+@bug("promoted-unchecked", "generations are not compared after a promotion", 100, HostTier, "_unchanged")
 def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
     return len(copy.sources) if copy.up else int(unchanged(tier, copy))
 
 
-@bug("demoted-unchecked", "generations are not compared after a demotion", 400, HostTier, "_unchanged")
+@bug(
+    "demoted-unchecked", "generations are not compared after a demotion", 100, HostTier, "_unchanged", seed=38
+)
 def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
     return int(unchanged(tier, copy)) if copy.up else len(copy.sources)
 
 
-@bug("demoted-early", "pages are demoted whose step has not retired", 400, Scheduler, "plan")
+@bug("demoted-early", "pages are demoted whose step has not retired", 50, Scheduler, "plan")
 def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     step: Step | None = plan(scheduler)
     tier = scheduler.cache.tier
@@ -35,6 +37,6 @@ def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     return step
 
 
-@bug("failed-copy", "a copy between the tiers that failed counts as done", 400, HostTier, "copied")
+@bug("failed-copy", "a copy between the tiers that failed counts as done", 100, HostTier, "copied", seed=4)
 def _(copied: Wrong, tier: HostTier, number: int, error: str | None) -> None:
     copied(tier, number, None)

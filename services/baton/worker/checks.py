@@ -12,6 +12,7 @@ from baton.engine.waiting_queue import POLICIES
 from baton.kvcache.eviction import make_policy
 from baton.rpc.errors import failed_precondition, invalid
 from baton.transport import check_kinds
+from baton.worker.host_memory import parse_size
 from baton.worker.model import KV_DTYPES, check_model, device_of, sized
 from baton.worker.ranks.hosts import check_hosts
 from baton.worker.ranks.leader import on_gpus
@@ -56,6 +57,8 @@ def _check(config: WorkerConfig) -> None:
         )
     if config.tp > 1 and config.batch_invariant:
         raise invalid("batch_invariant", "--batch-invariant does not work with --tp; leave one of them out")
+    if parse_size(config.host_memory) and config.tp > 1:
+        raise invalid("host_memory", "--host-memory does not work with --tp; leave one of them out")
     check_hosts(config)
     if config.kv_dtype not in KV_DTYPES:
         raise invalid("kv_dtype", f"--kv-dtype {config.kv_dtype!r} is not known; use {', '.join(KV_DTYPES)}")

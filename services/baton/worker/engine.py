@@ -47,6 +47,7 @@ from baton.transport import (
 )
 from baton.v1 import common_pb2, embed_pb2, node_pb2
 from baton.worker.checks import checked
+from baton.worker.host_memory import HostMemory, parse_size
 from baton.worker.memory import num_pages, run_largest_steps
 from baton.worker.model import (
     attention_of,
@@ -98,6 +99,8 @@ class Engine:
     grammars: GrammarCompiler | None
     """None: tokens mean nothing here."""
     trials: Trials | None
+    host_memory: HostMemory | None
+    """None: there is no host tier."""
 
     @property
     def pages(self) -> PageStore:
@@ -124,6 +127,8 @@ class Engine:
         if self.trials is not None:
             self.trials.close()
         self.ranks.close()
+        if self.host_memory is not None:
+            self.host_memory.close()
         self.published.close()
 
 
@@ -210,6 +215,9 @@ def _build_ranked(
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
+    # Measured while the pool is empty.
+    size_of_tier = parse_size(config.host_memory)
+    host_memory = HostMemory(pool, cache, size_of_tier) if size_of_tier else None
     pooling = read_pooling(path)
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
@@ -255,6 +263,7 @@ def _build_ranked(
         masks=getattr(runner, "mask_stats", MaskStats()),
         grammars=None if config.step_profile else make_compiler(path, info, trials),
         trials=trials,
+        host_memory=host_memory,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_stats import StepStats
+from baton.kvcache.host_tier import HostTier
 from baton.kvcache.kv_events import TreeLog
 from baton.kvcache.page_map import PageMap, PageUse
 from baton.v1 import cache_pb2, node_pb2
@@ -31,7 +32,7 @@ def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
         quarantined=counts.quarantined,
         reserved=scheduler.reservations.total,
     )
-    return node_pb2.Load(
+    load = node_pb2.Load(
         waiting=len(scheduler.waiting),
         prefilling=len(scheduler.prompts),
         handing_off=len(scheduler.handoffs),
@@ -47,6 +48,15 @@ def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
         step_tokens=scheduler.config.token_budget,
         keys=sum(len(sequence.tokens) for sequence in scheduler.running),
     )
+    if scheduler.cache.tier is not None:
+        add_tier(load, scheduler.cache.tier)
+    return load
+
+
+def add_tier(load: node_pb2.Load, tier: HostTier) -> None:
+    load.host_pages.CopyFrom(node_pb2.PageCounts(**asdict(tier.cache.counts())))
+    load.demoted_pages, load.promoted_pages = tier.counters.demoted_pages, tier.counters.promoted_pages
+    load.promotions, load.dropped_copies = tier.counters.promotions, tier.counters.dropped
 
 
 def add_step_cost(load: node_pb2.Load, stats: StepStats) -> None:

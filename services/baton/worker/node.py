@@ -112,7 +112,7 @@ class WorkerNode(WorkerShell[C]):
             self.engine.close()  # as `stop` does, but for a node without a core
             raise
         core = self.core_or_none = self.make_core(self.engine.cache)
-        core.step_stats.calibration = CostCalibration(cost)
+        calibration = core.step_stats.calibration = CostCalibration(cost)
         self.steps = StepLoop(
             core,
             self.engine.runner,
@@ -123,6 +123,8 @@ class WorkerNode(WorkerShell[C]):
             cooled=lambda error: _log.warning("first tokens come later: no warm turns", exc_info=error),
             spare=partial(self._spare_turn, core),
         )
+        if self.engine.host_memory is not None:
+            self.engine.host_memory.start(self._in_steps, lambda: calibration.cost)
         # Other processes do not slow a GPU's steps at the start, and a node that shares the GPU would wait.
         self._idle_steps: IdleSteps | None = None
         if self.engine.device.type == "cpu":
@@ -135,6 +137,9 @@ class WorkerNode(WorkerShell[C]):
         self.steps.start()
         self.tasks.spawn(self._watch_steps(), "watch of the step thread")
         self._registration = register(self.config, self.role, self.incarnation, address)
+
+    def _in_steps(self, function: Callable[[], None]) -> None:
+        self.steps.call(lambda core, now: function())
 
     def _spare_turn(self, core: C, wanted: Callable[[], bool]) -> None:
         if self._idle_steps is None or self.requests:

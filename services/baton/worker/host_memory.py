@@ -1,0 +1,205 @@
+"""The memory of a worker's host tier, and the threads that copy between it and the pool."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.kvcache.host_tier import HostTier, keep_what_returns
+from baton.kvcache.kv_pool import PagePool
+from baton.rpc.errors import failed_precondition, invalid
+from baton.rpc.logs import get_logger
+from baton.step_cost import StepCost, StepLoad, chunk_pairs
+from baton.transport.base import runs_of
+from baton.worker.memory import check_pool
+
+_log = get_logger()
+
+SLAB_BYTES = 256 * 2**20
+"""Memory is pinned in pieces of this size, or of one page: about a quarter of a second each."""
+MEASURED_PAGES = 8
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+Report = Callable[[Callable[[], None]], None]
+"""Has something called in the step thread."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 64G; 0 for an empty text. Raises BatonError."""
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
+    if not text:
+        return 0
+    if not number.isdecimal():
+        raise invalid("host_memory", f"--host-memory {text!r} is no size: write it as 64G")
+    return int(number) * unit
+
+
+class HostMemory:
+    """Implements kvcache.host_tier.PageCopier. A thread each way copies pages, on a GPU with a stream of its
+    own; another one pins the memory."""
+
+    def __init__(self, pool: PagePool, cache: KvCacheManager, size: int) -> None:
+        """Raises BatonError when the memory, or a page, does not fit."""
+        page_bytes = pool.layout.page_bytes
+        pages = size // page_bytes
+        if not pages:
+            text = f"--host-memory of {size} bytes is less than a page of {page_bytes}: give it more"
+            raise failed_precondition(text)
+        check_pool(pages * page_bytes)
+        self._pool = pool.raw
+        self._cuda = pool.device.type == "cuda"
+        self._device = pool.device
+        self._page_bytes = page_bytes
+        self._per_slab = min(pages, max(1, SLAB_BYTES // page_bytes))
+        self._slabs: list[torch.Tensor] = [self._slab(self._per_slab)]
+        """uint8 [pages, page_bytes] each."""
+        self._allocator = PageAllocator(pages)
+        policy = keep_what_returns(pages // len(cache.groups))
+        tree = PrefixTree(cache.page_size, policy, cache.groups)
+        self.tier = HostTier(cache, KvCacheManager(self._allocator, tree), self)
+        # Quarantined: nobody may use it yet.
+        rest = self._allocator.take(pages)[self._per_slab :]
+        self._allocator.give_back(range(self._per_slab))
+        self._allocator.quarantine(rest)
+        self._report: Report = lambda call: None
+        self._closed = threading.Event()
+        self._ways: dict[bool, SimpleQueue[Any]] = {up: SimpleQueue() for up in (True, False)}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(up,), name=f"baton-{name}", daemon=True)
+            for up, name in ((True, "promotions"), (False, "demotions"))
+        ]
+        self._threads.append(threading.Thread(target=self._grow, name="baton-host-memory", daemon=True))
+        self.page_seconds = self._measure()
+        """Measured, to copy a page to the pool."""
+
+    def start(self, report: Report, cost: Callable[[], StepCost]) -> None:
+        """`cost`: of steps, now."""
+        self._report = report
+        self.tier.pays = partial(self._pays, cost)
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Waits for running copies."""
+        self._closed.set()
+        for way in self._ways.values():
+            way.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _pays(self, cost: Callable[[], StepCost], cached: int, tokens: int, pages: int) -> bool:
+        count = tokens - cached
+        load = StepLoad(prefill_tokens=count, attention_pairs=chunk_pairs(cached, count))
+        return pages * self.page_seconds < cost().seconds(load)
+
+    # --- copies -----------------------------------------------------------------------------------------
+
+    def copy(self, number: int, pairs: Sequence[tuple[int, int]], up: bool) -> None:
+        self._ways[up].put((number, pairs))
+
+    def _serve(self, up: bool) -> None:
+        stream = self._stream()
+        while (job := self._ways[up].get()) is not None:
+            number, pairs = job
+            error = None
+            try:
+                self._copy(pairs, up, stream)
+            except Exception as failure:
+                error = str(failure)
+                _log.warning("pages of the host tier were not copied", error=error)
+            self._report(partial(self.tier.copied, number, error))
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        if not self._cuda:
+            return None
+        torch.cuda.set_device(self._device)
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def _copy(self, pairs: Sequence[tuple[int, int]], up: bool, stream: torch.cuda.Stream | None) -> None:
+        """Returns when all copies are complete."""
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for target, source in self._pieces(pairs, up):
+                if stream is None:
+                    target.numpy()[:] = source.numpy()  # by this thread alone
+                else:
+                    target.copy_(source, non_blocking=True)
+            if stream is not None:
+                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                done.record(stream)
+                done.synchronize()
+
+    def _pieces(
+        self, pairs: Sequence[tuple[int, int]], up: bool
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, source) of runs that are adjacent on both sides and lie in one slab."""
+        for source, target, count in runs_of(pairs):
+            host, local = (source, target) if up else (target, source)
+            while count:
+                slab, offset = divmod(host, self._per_slab)
+                length = min(count, self._per_slab - offset)
+                theirs = self._slabs[slab][offset : offset + length]
+                own = self._pool[local : local + length]
+                yield (own, theirs) if up else (theirs, own)
+                host, local, count = host + length, local + length, count - length
+
+    def _measure(self) -> float:
+        """The first pages of the slab are zeros, and the pool is empty."""
+        stream = self._stream()
+        count = min(MEASURED_PAGES, self._per_slab, len(self._pool))
+        pairs, seconds = [(page, page) for page in range(count)], []
+        for _ in range(3):
+            began = time.perf_counter()
+            self._copy(pairs, True, stream)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds) / count
+
+    # --- memory -----------------------------------------------------------------------------------------
+
+    def _slab(self, pages: int) -> torch.Tensor:
+        """Raises BatonError when it cannot be pinned."""
+        size = pages * self._page_bytes
+        try:
+            slab = torch.zeros(size, dtype=torch.uint8)
+            if self._cuda:
+                # Not by torch's own pinned allocator, which rounds sizes up to powers of two.
+                slab.fill_(0)
+                answer = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
+                if int(answer) != 0:
+                    raise RuntimeError(f"cudaHostRegister: {answer}")
+        except RuntimeError as error:
+            text = f"--host-memory: {size} bytes cannot be had: {str(error).splitlines()[0]}; give it less"
+            raise failed_precondition(text) from error
+        return slab.view(pages, self._page_bytes)
+
+    def _grow(self) -> None:
+        """Pins the other slabs, one after the other."""
+        if self._cuda:
+            torch.cuda.set_device(self._device)
+        began, total = time.monotonic(), self._allocator.counts().total
+        for first in range(self._per_slab, total, self._per_slab):
+            if self._closed.is_set():
+                return
+            pages = range(first, min(total, first + self._per_slab))
+            try:
+                self._slabs.append(self._slab(len(pages)))
+            except Exception as error:
+                _log.warning("the host tier stays smaller", pages=first, of=total, error=str(error))
+                return
+            self._report(partial(self._ready, pages))
+        seconds = round(time.monotonic() - began, 1)
+        _log.info(
+            "host memory ready", pages=total, page_ms=round(1000 * self.page_seconds, 3), seconds=seconds
+        )
+
+    def _ready(self, pages: range) -> None:
+        """In the step thread."""
+        self._allocator.recover(pages)
+        self._allocator.give_back(pages)

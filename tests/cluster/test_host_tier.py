@@ -1,0 +1,83 @@
+"""Chats in rotation that take more pages than the pool has: the host tier gives them back, as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from asking import ask, greedy
+from checkpoints import make_model, save
+from deployment import Deployment
+from process import Process
+
+CHATS, TURNS, FIRST, MORE, OUTPUT = 6, 4, 120, 48, 8
+POOL = ("--kv-tokens", "480")
+TIER = (*POOL, "--host-memory", "64M")
+
+
+@dataclass
+class Pair:
+    """Two workers that differ in the host tier only, each behind a gateway of its own."""
+
+    deployment: Deployment
+    workers: dict[str, Process]
+    gateways: dict[str, Process]
+
+
+@pytest.fixture(
+    scope="module", params=[("qwen3", "prefill"), ("qwen3", "decode"), ("gemma3", "prefill")], ids="-".join
+)
+def pair(request, tmp_path_factory, deployments) -> Iterator[Pair]:
+    family, role = request.param
+    folder = tmp_path_factory.mktemp("tier")
+    deployment = Deployment(folder, save(make_model(family), folder / "model"))
+    workers = {name: deployment.add_worker(role, *flags) for name, flags in (("plain", POOL), ("tier", TIER))}
+    if role == "decode":
+        gateways = {name: deployment.add_gateway([worker]) for name, worker in workers.items()}
+    else:
+        decode = deployment.add_worker("decode", "--local-prefill-tokens", "0")
+        gateways = {name: deployment.add_gateway([decode], [worker]) for name, worker in workers.items()}
+    with deployment:
+        deployments.append(deployment)
+        yield Pair(deployment, workers, gateways)
+
+
+async def _rotate(address: str, chats: list[list[int]], turns: int, rng: random.Random) -> None:
+    """Each chat in turn asks with all that was said and some new tokens; the answers are added to it."""
+    for _ in range(turns):
+        for chat in chats:
+            chat += [rng.randrange(3, 200) for _ in range(MORE if chat else FIRST)]
+            (answer,) = await ask(address, [greedy(chat, OUTPUT)])
+            chat += answer.choices[0].token_ids
+
+
+async def test_chats_larger_than_the_pool_are_not_computed_again(pair):
+    said, computed = {}, {}
+    for name, gateway in pair.gateways.items():
+        before = pair.workers[name].load().computed_tokens
+        chats: list[list[int]] = [[] for _ in range(CHATS)]
+        await _rotate(gateway.address, chats, TURNS, random.Random(0))
+        said[name], computed[name] = chats, pair.workers[name].load().computed_tokens - before
+    assert said["tier"] == said["plain"]
+    fresh = sum(len(chat) for chat in said["tier"])
+    load = pair.workers["tier"].load()
+    assert load.promotions >= CHATS * (TURNS - 1) - 2
+    assert load.host_pages.cached and load.promoted_pages and load.demoted_pages
+    assert computed["tier"] < 1.35 * fresh, "incomplete pages and the last token of each turn are computed"
+    assert computed["plain"] > 1.9 * computed["tier"]
+    pair.deployment.assert_idle()
+
+
+async def test_a_node_with_a_tier_starts_again_with_nothing(pair):
+    worker, gateway = pair.workers["tier"], pair.gateways["tier"]
+    chats: list[list[int]] = [[] for _ in range(3)]
+    await _rotate(gateway.address, chats, 2, random.Random(1))
+    worker.kill()
+    worker.start()
+    worker.wait_ready()
+    again: list[list[int]] = [[] for _ in range(3)]
+    await _rotate(gateway.address, again, 2, random.Random(1))
+    assert again == chats
+    pair.deployment.assert_idle()
