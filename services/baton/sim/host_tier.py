@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from baton.sim.process import Worker
 
 _PIECES = 2
-_FAILS = 0.03
+_FAILS = 0.1
 """Part of the copies that fail."""
 
 

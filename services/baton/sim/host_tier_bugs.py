@@ -16,13 +16,13 @@ def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
 
 
 @bug(
-    "demoted-unchecked", "generations are not compared after a demotion", 100, HostTier, "_unchanged", seed=38
+    "demoted-unchecked", "generations are not compared after a demotion", 100, HostTier, "_unchanged", seed=4
 )
 def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
     return int(unchanged(tier, copy)) if copy.up else len(copy.sources)
 
 
-@bug("demoted-early", "pages are demoted whose step has not retired", 50, Scheduler, "plan")
+@bug("demoted-early", "pages are demoted whose step has not retired", 100, Scheduler, "plan", seed=16)
 def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     step: Step | None = plan(scheduler)
     tier = scheduler.cache.tier
@@ -37,6 +37,6 @@ def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     return step
 
 
-@bug("failed-copy", "a copy between the tiers that failed counts as done", 100, HostTier, "copied", seed=4)
+@bug("failed-copy", "a copy between the tiers that failed counts as done", 100, HostTier, "copied", seed=16)
 def _(copied: Wrong, tier: HostTier, number: int, error: str | None) -> None:
     copied(tier, number, None)
