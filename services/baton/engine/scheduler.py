@@ -193,14 +193,14 @@ class Scheduler(SchedulerState):
         if tier is None or leader.promotion is not None or request.wants_all_positions:
             return cached
         assert leader.encoded is not None
-        limit = (len(leader.tokens) - 1) // self.cache.page_size
+        limit = (len(leader.tokens) - 1) // tier.cache.page_size
         return tier.promotable(leader.encoded, request.namespace, cached, limit)
 
     def _promote(self, leader: Sequence, rows: int) -> bool:
         """Whether the leader now waits for pages of the host tier."""
         assert self.cache.tier is not None and leader.encoded is not None
-        room = max(0, self.reservations.headroom)
-        leader.promotion = self.cache.tier.promote(leader.encoded, leader.request.namespace, rows, room)
+        tier, room = self.cache.tier, max(0, self.reservations.headroom)
+        leader.promotion = tier.promote(leader.encoded, leader.request.namespace, rows, room)
         return leader.promotion is not None
 
     # --- steps ------------------------------------------------------------------------------------------

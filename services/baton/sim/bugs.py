@@ -23,9 +23,9 @@ from baton.kvcache.window_pages import WindowPages
 from baton.layers.cache_spec import CacheSpec
 from baton.sim import draft_bugs as draft_bugs
 from baton.sim import gateway_bugs as gateway_bugs
+from baton.sim import host_tier_bugs as host_tier_bugs
 from baton.sim import source_bugs as source_bugs
 from baton.sim import state_bugs as state_bugs
-from baton.sim import host_tier_bugs as host_tier_bugs
 from baton.sim.planting import BUGS as BUGS
 from baton.sim.planting import Wrong, bug
 from baton.sim.planting import planted as planted

@@ -16,7 +16,7 @@ def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
 
 
 @bug(
-    "demoted-unchecked", "generations are not compared after a demotion", 100, HostTier, "_unchanged", seed=4
+    "demoted-unchecked", "generations are not compared after a demotion", 100, HostTier, "_unchanged", seed=45
 )
 def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
     return int(unchanged(tier, copy)) if copy.up else len(copy.sources)

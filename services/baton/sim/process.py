@@ -21,9 +21,8 @@ from baton.layers.tensor_parallel import Shard
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
 from baton.sim.grammar import SimGrammar
-from baton.sim.model import ONE, STATE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner, Windows
 from baton.sim.host_tier import SimHostTier
-from baton.sim.model import ONE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner, Windows
+from baton.sim.model import ONE, STATE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner, Windows
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.ranks import SimRanks
 from baton.sim.scheduler_rules import check_scheduler

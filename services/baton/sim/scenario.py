@@ -108,8 +108,6 @@ def make_scenario(seed: int) -> Scenario:
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
     if STATE not in windows:  # rejected drafts would stay in states
         decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
-    decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
-    prefill, decode, of_ranks = _ranks(random.Random(f"ranks {seed}"), prefill, decode)
     prefill, decode = _tiers(random.Random(f"slabs {seed}"), prefill, decode)
     expiries: list[Fault] = []
     if tight:
