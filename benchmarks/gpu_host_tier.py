@@ -3,9 +3,9 @@
     python benchmarks/gpu_host_tier.py --out DIR
 
 Random weights in the shape of Qwen3-8B, bf16; token ids through gRPC to one node that computes prompts and
-decodes. `--chats` prompts of `--tokens` ids are asked for in rotation, `--rounds` times, with a pool that has room for
-two of them: without a tier each is computed again, with one it is copied back. Then one prompt is asked for
-alone, after the others have evicted it. Prints a table and writes DIR/gpu_host_tier.json.
+decodes. `--chats` prompts of `--tokens` ids are asked for in rotation, `--rounds` times, with a pool that has
+room for two of them: without a tier each is computed again, with one it is copied back. Prints the median
+TTFT of the first round and of later ones, whether the outputs are equal, and writes DIR/gpu_host_tier.json.
 """
 
 from __future__ import annotations
