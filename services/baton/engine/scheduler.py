@@ -7,6 +7,7 @@ it plans and launches step N+1 before it commits step N. Page ownership goes thr
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 from baton.engine.draft.base import Drafter
 from baton.engine.plan import Logprobs, Pooling, RowResult, StepResult
@@ -58,7 +59,7 @@ class Scheduler(SchedulerState):
         self.config = config
         self.step_number = 0
         self.computed_tokens = 0
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.drafted_tokens = self.accepted_drafts = 0
         """Drafts that have been verified, and those of them that were right."""
         self.local_prompts = 0
         """Prompts whose prefill began here."""
@@ -258,7 +259,9 @@ class Scheduler(SchedulerState):
         if sequence.request.grammar is not None and not config.draft_grammars:
             return ()
         # The drafter does not know the tokens in flight, and guesses them too.
-        drafts = tuple(self._drafter.draft(sequence, sequence.unread + most)[sequence.unread :])
+        found = self._drafter.draft(sequence, sequence.unread + most)[sequence.unread :]
+        # Nothing follows a stop token; a grammar cannot even say what might.
+        drafts = tuple(takewhile(lambda token: token not in params.stop_token_ids, found))
         self.extend(sequence, self.rows(sequence.computed + 1 + len(drafts)))
         return drafts[: len(sequence.holding) * self.cache.page_size - sequence.computed - 1]
 
@@ -319,7 +322,7 @@ class Scheduler(SchedulerState):
             if sequence.finish is not None:
                 break
         self.drafted_tokens += record.drafts
-        self.accepted_tokens += record.drafts - wrong
+        self.accepted_drafts += record.drafts - wrong
 
     def fail_step(self, step: Step, message: str) -> None:
         """The step could not be executed: everything in it fails."""

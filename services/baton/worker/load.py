@@ -41,6 +41,8 @@ def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
         steps=scheduler.step_number,
         retractions=scheduler.retractions,
         computed_tokens=scheduler.computed_tokens,
+        drafted_tokens=scheduler.drafted_tokens,
+        accepted_drafts=scheduler.accepted_drafts,
         requests=requests,
         pages=pages,
         queued_tokens=scheduler.queued_tokens,
