@@ -41,7 +41,12 @@ def requests():
 def seen(completion):
     """What a client sees of an answer."""
     return [
-        (choice.text, choice.token_ids, choice.finish_reason, [round(each.chosen.logprob, 4) for each in choice.logprobs])
+        (
+            choice.text,
+            choice.token_ids,
+            choice.finish_reason,
+            [round(each.chosen.logprob, 4) for each in choice.logprobs],
+        )
         for choice in completion.choices
     ]
 
