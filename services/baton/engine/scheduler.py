@@ -149,7 +149,7 @@ class Scheduler(SchedulerState):
         cached = self.cached_pages(leader)
         if request.wants_all_positions:
             cached = 0
-        promoted = self._promotable(leader, cached)
+        promoted = self.promotable(leader, cached)
         embeds = request.pooling is not None
         route = PromptRoute.LOCAL if embeds else self._route(leader, known - promoted * size)
         if route is PromptRoute.DEFER or leader.phase is not SequencePhase.WAITING:
@@ -177,7 +177,7 @@ class Scheduler(SchedulerState):
         # Cached pages that nobody has locked yet cost room too.
         if spare < need or spare - self.cache.unlocked(encoded, request.namespace, cached) < need:
             return False
-        if promoted > cached and self._promote(leader, promoted):
+        if promoted > cached and self.promote(leader, promoted):
             return True
         if request.held:
             self._ask_turn(request)
@@ -187,22 +187,6 @@ class Scheduler(SchedulerState):
             request.cached_tokens = leader.computed
             self.local_prompts += 1
         return True
-
-    def _promotable(self, leader: Sequence, cached: int) -> int:
-        """Leading page indexes that the leader can take from the prefix tree, having waited for the tier."""
-        tier, request = self.cache.tier, leader.request
-        if tier is None or leader.promotion is not None or request.wants_all_positions:
-            return cached
-        assert leader.encoded is not None
-        limit = (len(leader.tokens) - 1) // tier.cache.page_size
-        return tier.promotable(leader.encoded, request.namespace, cached, limit)
-
-    def _promote(self, leader: Sequence, rows: int) -> bool:
-        """Whether the leader now waits for pages of the host tier."""
-        assert self.cache.tier is not None and leader.encoded is not None
-        tier, room = self.cache.tier, max(0, self.reservations.headroom)
-        leader.promotion = tier.promote(leader.encoded, leader.request.namespace, rows, room)
-        return leader.promotion is not None
 
     # --- steps ------------------------------------------------------------------------------------------
 

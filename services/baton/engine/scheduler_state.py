@@ -133,6 +133,22 @@ class SchedulerState:
             sequence.match = self.cache.version, tokens // size
         return sequence.match[1]
 
+    def promotable(self, leader: Sequence, cached: int) -> int:
+        """Leading page indexes that the leader can take from the prefix tree, having waited for the tier."""
+        tier, request = self.cache.tier, leader.request
+        if tier is None or leader.promotion is not None or request.wants_all_positions:
+            return cached
+        assert leader.encoded is not None
+        limit = (len(leader.tokens) - 1) // tier.cache.page_size
+        return tier.promotable(leader.encoded, request.namespace, cached, limit)
+
+    def promote(self, leader: Sequence, rows: int) -> bool:
+        """Whether the leader now waits for pages of the host tier."""
+        assert self.cache.tier is not None and leader.encoded is not None
+        tier, room = self.cache.tier, max(0, self.reservations.headroom)
+        leader.promotion = tier.promote(leader.encoded, leader.request.namespace, rows, room)
+        return leader.promotion is not None
+
     def extend(self, sequence: Sequence, rows: int) -> bool:
         """Extends an admitted sequence's page tables to `rows` page indexes; returns False if there are not
         enough pages now.

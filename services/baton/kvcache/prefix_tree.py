@@ -254,13 +254,9 @@ class PrefixTree:
                 yield leaf
 
     def path_of(self, node: TreeNode) -> tuple[str, bytes, list[PageRow]]:
-        """Namespace and tokens from the first page on to the end of the node, and the rows as far as they are
-        usable."""
-        *nodes, _ = node.path()
-        rows = [row for each in reversed(nodes) for row in each.rows]
-        if self._has_windows:
-            del rows[self._windows.usable(rows, None) :]
-        return node.child_key[0], b"".join(each.key for each in reversed(nodes)), rows
+        """See TreeNode.whole; the rows as far as they are usable."""
+        namespace, key, rows = node.whole()
+        return namespace, key, rows[: self._windows.usable(rows, None)]
 
     def withdraw(self, node: TreeNode) -> None:
         """No search from the root finds any more what leads to `node`, nor what follows any of it: the
@@ -279,7 +275,7 @@ class PrefixTree:
             self._windows.touched(each)
         if self._observer is not None:
             self._observer.removed([row for each in top.subtree() for row in each.ids])
-            self._report(self._observer, top)
+            _report(self._observer, top)
 
     def withdraw_prefix(self, first: bytes, namespace: str) -> None:
         """As `withdraw`, for all that begins with a page of these tokens, 4 bytes each."""
@@ -292,14 +288,7 @@ class PrefixTree:
         None: removes the observer."""
         self._observer = observer
         if observer is not None:
-            self._report(observer, self._root)
-
-    @staticmethod
-    def _report(observer: TreeObserver, top: TreeNode) -> None:
-        for node in top.subtree():
-            if node.parent is not None:
-                above = node.parent.ids
-                observer.stored(above[-1] if above else None, node.child_key[0], node.key, node.ids)
+            _report(observer, self._root)
 
     @property
     def locked(self) -> int:
@@ -326,21 +315,7 @@ class PrefixTree:
         """Compares structure, locks, counts and candidates with each other, O(n). Raises AccountingError."""
         locked = leaves = 0
         for node in self._root.subtree():
-            inner = sum(child.locks for child in node.children.values())
-            require(node.locks == node.own_locks + inner, "a node's locks are not its own and lower ones")
-            require(
-                len(node.key) == len(node.rows) * self._stride and len(node.ids) == len(node.rows),
-                "a node's tokens do not fill its rows",
-            )
-            for child_key, child in node.children.items():
-                require(
-                    child.parent is node and child.child_key == child_key and child.first == node.end,
-                    "a child hangs in the wrong place",
-                )
-                require(
-                    child_key[1] == child.key[: self._stride],
-                    "a child hangs under other tokens than its own",
-                )
+            node.check(self._stride)
             if node is not self._root:
                 require(bool(node.rows), "a node without rows")
                 candidate = not node.children and node.locks == 0
@@ -431,3 +406,10 @@ class PrefixTree:
     def _enqueue(self, node: TreeNode) -> None:
         if node is not self._root and not node.children and node.locks == 0:
             self._queue.put(node)
+
+
+def _report(observer: TreeObserver, top: TreeNode) -> None:
+    for node in top.subtree():
+        if node.parent is not None:
+            above = node.parent.ids
+            observer.stored(above[-1] if above else None, node.child_key[0], node.key, node.ids)

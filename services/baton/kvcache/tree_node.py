@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from baton.kvcache.page_allocator import require
+
 PageRow = tuple[int, ...]
 """The page of each group at one page index; NO_PAGE where a window group holds it no more."""
 
@@ -91,3 +93,21 @@ class TreeNode:
             node = waiting.pop()
             waiting.extend(node.children.values())
             yield node
+
+    def whole(self) -> tuple[str, bytes, list[PageRow]]:
+        """Namespace, tokens and rows from the first page on to its end."""
+        nodes = [*self.path()][-2::-1]
+        rows = [row for node in nodes for row in node.rows]
+        return self.child_key[0], b"".join(node.key for node in nodes), rows
+
+    def check(self, stride: int) -> None:
+        """Compares locks, tokens and children with each other. Raises AccountingError."""
+        inner = sum(child.locks for child in self.children.values())
+        require(self.locks == self.own_locks + inner, "a node's locks are not its own and lower ones")
+        filled = len(self.key) == len(self.rows) * stride and len(self.ids) == len(self.rows)
+        require(filled, "a node's tokens do not fill its rows")
+        for child_key, child in self.children.items():
+            placed = child.parent is self and child.child_key == child_key and child.first == self.end
+            require(placed, "a child hangs in the wrong place")
+            own = child_key[1] == child.key[:stride]
+            require(own, "a child hangs under other tokens than its own")
