@@ -55,7 +55,7 @@ class HostMemory:
         check_pool(pages * page_bytes)
         self._pool = pool.raw
         self._cuda = pool.device.type == "cuda"
-        self._device = pool.device
+        self._device = pool.raw.device  # which has an index
         self._page_bytes = page_bytes
         self._per_slab = min(pages, max(1, SLAB_BYTES // page_bytes))
         self._slabs: list[torch.Tensor] = [self._slab(self._per_slab)]
