@@ -35,7 +35,12 @@ from make_shape import write_shape
 def plan_of(model: str, memory: str, args: argparse.Namespace, folder: Path) -> DeploymentPlan:
     """`memory`: of the host tier; empty: none."""
     decode: dict[str, Any] = {"model": model, "load_format": "dummy", "device": args.device, "max_rows": 16}
-    decode |= {"dtype": args.dtype, "kv_tokens": 2 * args.tokens + args.tokens // 8, "host_memory": memory}
+    decode |= {
+        "batch_invariant": args.batch_invariant,
+        "dtype": args.dtype,
+        "kv_tokens": 2 * args.tokens + args.tokens // 8,
+        "host_memory": memory,
+    }
     settings = {"tokenizer": {"model": model}, "decode": decode, "gateway": {}}
     return DeploymentPlan(
         prefill=0, decode=1, gateways=1, settings=settings, restart=False, log_folder=folder
@@ -88,6 +93,9 @@ def main() -> int:
     parser.add_argument("--model", default="", help="a model directory; default: of --shape")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="without it equal outputs are not to be expected"
+    )
     parser.add_argument("--vocabulary", type=int, default=151_000)
     parser.add_argument("--tokens", type=int, default=32_000)
     parser.add_argument("--chats", type=int, default=6)
