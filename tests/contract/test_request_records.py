@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import httpx
 import pytest
+import structlog
 from gateway_rig import Stream, gateway, until
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_decode import ScriptedDecode, endless, saying
@@ -21,6 +22,19 @@ from baton.v1 import inference_pb2
 
 SECRETS = ("hello", "zyzzyva", ALICE, SECRET)
 TOKEN = "a-token-for-metrics-only"
+
+
+@pytest.fixture(autouse=True)
+def fresh_log(monkeypatch):
+    """A logger keeps the configuration of its first line: what ran here before may have been a command that
+    writes warnings only."""
+    configured, before = structlog.is_configured(), structlog.get_config()
+    structlog.reset_defaults()
+    monkeypatch.setattr(request_log, "_log", structlog.get_logger())
+    yield
+    structlog.reset_defaults()
+    if configured:
+        structlog.configure(**before)
 
 
 async def scrape(rig, secret: str = "") -> dict[tuple[str, ...], float]:

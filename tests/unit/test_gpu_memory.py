@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_checkpoints import VARIANTS, save_checkpoint
+from random_checkpoints import save_checkpoint
 
 from baton.attention.registry import BACKENDS
 from baton.engine.model_runner import ModelRunner
@@ -27,7 +27,7 @@ LAYOUT = PoolLayout.of([Full(heads=8, head_dim=128)] * 32, 64, torch.bfloat16)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    save_checkpoint(next(iter(VARIANTS)), path)
+    save_checkpoint("qwen3", path)
     return path
 
 

@@ -210,7 +210,7 @@ def test_a_grammar_that_fails_fails_its_row_alone():
     result = step(sampler, random_logits(0, 3), 0)
     assert list(result.errors) == [1]
     rows = [PlanRow(slot, None, 4, ((0,),), (slot,)) for slot in range(3)]
-    first, second, third = row_results(rows, result.tokens.tolist(), [True] * 3, {}, {}, result.errors)
+    first, second, third = row_results(rows, result.tokens.tolist(), [True] * 3, {}, {}, result.errors, {})
     assert first.error is None
     assert third.error is None
     assert second.reason == "GRAMMAR_FAILED"
