@@ -56,6 +56,7 @@ class Chat:
             time.sleep(0.15)  # reports of caches leave every 50 ms
 
 
+@pytest.mark.alone  # pages are pulled where that is expected to take less time than computing
 def test_turns_compute_their_new_tokens_alone_wherever_they_land(split: Deployment):
     chat = Chat(split.client(), 1)
     chat.turns(TURNS)
