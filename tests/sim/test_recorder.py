@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from baton.sim.cluster import SimCluster
-from baton.sim.process import Worker
 from baton.sim.scenario import make_scenario
+from baton.sim.worker import Worker
 from baton.tracing.recorder import Event, EventKind
 from baton.worker.prefill.core import PrefillCore
 

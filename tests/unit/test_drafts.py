@@ -13,8 +13,12 @@ from test_scheduler import Engine, check_outputs, request
 
 from baton.engine.draft.oracle import OracleDrafter, prompt_digest
 from baton.engine.draft.suffix import SuffixDrafter, SuffixIndex
+from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.request import EngineFinishReason
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Refused
+from baton.engine.timed_runner import TimedRunner
+from baton.step_cost import StepCost
 
 
 def oracle(requests, right):
@@ -155,3 +159,27 @@ def test_suffixes_learned_at_once_or_one_by_one(lengths):
             count += 1
             found = single.extend(tokens[:count])
         assert several.extend(tokens[:count]) == found
+
+
+def test_rows_with_a_grammar_have_no_drafts_where_their_masks_come_late():
+    plain, constrained = request("a", range(10), max_tokens=20), request("b", range(20), max_tokens=20)
+    constrained.grammar = object()
+    engine = Engine(drafter=oracle([plain, constrained], 1.0), draft_tokens=3, draft_grammars=False)
+    for r in (plain, constrained):
+        engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, [plain, constrained])
+    drafted = {row.slot for plan in engine.runner.steps for row in plan.rows if row.drafts}
+    assert len(drafted) == 1
+
+
+def test_a_runner_that_only_takes_time_says_the_same_with_drafts():
+    cost = StepCost(0.001, 0.0, 0.0, 0.0, 0.0)
+    runner = TimedRunner(cost, max_slots=1, vocab_size=500, sleep=lambda seconds: None)
+    init = SlotInit(0, SamplingParams(seed=3), 3, (), ())
+    plans = [
+        StepPlan(number, (PlanRow(0, None, 9, ((0,),), (0,), drafts=drafts),), (init,))
+        for number, drafts in enumerate(((), (4, 5)), 1)
+    ]
+    one, other = (runner.read(runner.launch(plan)).rows[0].tokens for plan in plans)
+    assert one == other

@@ -303,8 +303,6 @@ class Scheduler(SchedulerState):
         sequence.retired -= wrong
         for token, logprobs in row.sampled():
             self._take_token(sequence, token, logprobs)
-            if sequence.finish is not None:
-                break
         self.drafted_tokens += record.drafts
         self.accepted_drafts += record.drafts - wrong
 

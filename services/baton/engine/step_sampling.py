@@ -166,6 +166,8 @@ class StepSampling:
         last, right = samples.tokens.clone(), torch.ones(count, dtype=torch.bool, device=device)
         first, launched.slots = count, pending.slots.tolist()
         for depth, each in enumerate(pending.rounds, 1):
+            if set(each.of.tolist()) & set(pending.masked):
+                raise RuntimeError("a row with a grammar has drafts: its masks are not known yet")
             of, drafts = arrays[2 * depth - 2], arrays[2 * depth - 1]
             kept = right.index_select(0, of) & (last.index_select(0, of) == drafts)
             there = torch.where(kept, slots.index_select(0, of), len(self._last_token) - 1)

@@ -9,7 +9,8 @@ from baton.sim.decode import SimDecode
 from baton.sim.gateway import SimGateway
 from baton.sim.network import Network
 from baton.sim.prefill import SimPrefill
-from baton.sim.process import SimProcess, Worker
+from baton.sim.process import SimProcess
+from baton.sim.worker import Worker
 from baton.sim.world import Actor, Violation, World
 from baton.worker.decode.stream import DecodeStream
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from baton.engine.plan import Logprobs
 from baton.gateway.resume import MAX_FAILED_STEPS
 from baton.sim.model import POISONS, Windows, prompt_logprobs, reference
-from baton.sim.scenario import RequestSpec, Scenario
+from baton.sim.scenario import Scenario
+from baton.sim.scenario_requests import RequestSpec
 from baton.sim.world import Violation, World
 from baton.v1 import inference_pb2
 

@@ -17,8 +17,10 @@ from baton.sim.gateway import SimGateway
 from baton.sim.model import Escaped, Killed
 from baton.sim.network import Endpoint, Network
 from baton.sim.prefill import SimPrefill
-from baton.sim.process import SimProcess, Worker
-from baton.sim.scenario import RequestSpec, Scenario
+from baton.sim.process import SimProcess
+from baton.sim.scenario import Scenario
+from baton.sim.scenario_requests import RequestSpec
+from baton.sim.worker import Worker
 from baton.sim.world import Actor, Trace, Violation, World
 from baton.v1 import prefill_pb2
 from baton.worker.handoff_messages import request_for

@@ -12,8 +12,9 @@ from baton.rpc.errors import BatonError
 from baton.sim.draft import SimDrafter
 from baton.sim.network import Network, SimLink
 from baton.sim.prefill import SimPrefill
-from baton.sim.process import Machine, Worker
+from baton.sim.process import Machine
 from baton.sim.streams import SimStreams, VirtualDecodeStream
+from baton.sim.worker import Worker
 from baton.sim.world import Violation
 from baton.v1 import decode_pb2
 from baton.worker.decode.core import DecodeCore, DecodeOutputs

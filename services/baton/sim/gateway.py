@@ -17,10 +17,12 @@ from baton.rpc.errors import BatonError, from_status, unavailable
 from baton.sim.checks import Ledger, text_of
 from baton.sim.model import VOCAB
 from baton.sim.network import Network, SimLink
-from baton.sim.process import SimProcess, Worker
-from baton.sim.scenario import GatewaySettings, RequestSpec
+from baton.sim.process import SimProcess
+from baton.sim.scenario import GatewaySettings
+from baton.sim.scenario_requests import RequestSpec
 from baton.sim.tasks import sleep
 from baton.sim.virtual_gateway import VirtualGateway, VirtualTimer, VirtualTokenizer
+from baton.sim.worker import Worker
 from baton.sim.world import Violation
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, decode_pb2, inference_pb2, node_pb2

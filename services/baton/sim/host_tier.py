@@ -12,7 +12,7 @@ from baton.sim.model import SimPool
 from baton.sim.world import Violation
 
 if TYPE_CHECKING:
-    from baton.sim.process import Worker
+    from baton.sim.worker import Worker
 
 _PIECES = 2
 _FAILS = 0.1

@@ -8,8 +8,9 @@ from dataclasses import replace
 from baton.config import PrefillConfig
 from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, LeaseFinished, PrefillOutput
 from baton.sim.network import Host, Network
-from baton.sim.process import Machine, Worker
+from baton.sim.process import Machine
 from baton.sim.streams import SimStreams, VirtualPrefillStream
+from baton.sim.worker import Worker
 from baton.worker.prefill.core import PrefillCore
 from baton.worker.prefill.shell import PrefillShell
 from baton.worker.sources.sharing import LeaseOutputs

@@ -7,12 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.engine.sampling_params import SamplingParams
-from baton.rpc.validate import MAX_STOP_TOKENS
 from baton.sim.faults import Fault, draw_babbles, draw_faults, draw_hangs
-from baton.sim.grammar import SPEC
-from baton.sim.model import ONE, POISON, POISONS, SILENT_POISON, STATE, VOCAB, Windows, reference
+from baton.sim.model import ONE, POISONS, STATE, VOCAB, Windows, reference
 from baton.sim.process import Machine
+from baton.sim.scenario_requests import (
+    RequestSpec,
+    draw_request,
+    draw_requests,
+    draw_rest,
+    poisoned,
+    with_options,
+)
 from baton.sim.transport import SLOWEST_PACE
 
 PAGE_SIZE = 4
@@ -20,30 +25,6 @@ CALM_SECONDS = 12.0
 """After the last fault: time for every stream to be given up and opened again."""
 PULL_SECONDS = 5.0
 """A stall of the receiver, and a large prompt pulled slowly, take longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSpec:
-    number: int
-    """Counts the requests of a scenario."""
-    at: float
-    gateway: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    n: int
-    priority: int
-    timeout: float
-    stop: tuple[str, ...] = ()
-    """Stop strings, which the gateway looks for."""
-    cancel_after: float | None = None
-    """The client cancels or leaves this many seconds after its request."""
-    probe: bool = False
-    """Sent when all faults are over: it must finish."""
-    namespace: str = ""
-    resume: bool = True
-    """The client prefers a resume to an error."""
-    rests: float = 0.0
-    """Seconds that the client reads nothing once there is output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +95,8 @@ def make_scenario(seed: int) -> Scenario:
         prefill, decode, expiries = _expiries(random.Random(f"expiry {seed}"), prefill, decode)
     gateways = rng.choice((1, 1, 2))
     room = min(config.kv_tokens for config, _ in decode)
-    requests = _requests(rng, gateways, room, tight, windows)
-    requests = tuple(_with_options(random.Random(f"options {seed} {r.number}"), r) for r in requests)
+    requests = draw_requests(rng, gateways, room, tight, windows)
+    requests = tuple(with_options(random.Random(f"options {seed} {r.number}"), r) for r in requests)
     if any(machine.tier_rows for _, machine in (*prefill, *decode)):
         requests += _next_turns(random.Random(f"turns {seed}"), requests, room, windows)
     names = (
@@ -135,14 +116,14 @@ def make_scenario(seed: int) -> Scenario:
     if gateway.sources:
         requests = _turns(sources, requests, room, windows)
     faults = _in_order([*faults, *lies]) if not quiet else faults
-    requests, faults = _poison(random.Random(f"poison {seed}"), requests, faults)
+    requests, faults = poisoned(random.Random(f"poison {seed}"), requests, faults)
     scenario = Scenario(seed, windows, latency, gateways, gateway, prefill, decode, requests, faults)
     probes = tuple(
-        _request(rng, len(requests) + i, scenario.calm + i * 0.05, gateways, room, [], probe=True)
+        draw_request(rng, len(requests) + i, scenario.calm + i * 0.05, gateways, room, [], probe=True)
         for i in range(len(decode))
     )
     readers = random.Random(f"readers {seed}")
-    rested = tuple(replace(r, rests=_rests(readers, r)) for r in (*requests, *probes))
+    rested = tuple(replace(r, rests=draw_rest(readers, r)) for r in (*requests, *probes))
     return replace(scenario, requests=rested)
 
 
@@ -156,37 +137,12 @@ def _with_drafts(
     )
 
 
-def _rests(rng: random.Random, spec: RequestSpec) -> float:
-    """Every third client stops reading for a while, but for a moment only where its request is to finish."""
-    seconds = rng.choice((0.0, 0.0, rng.uniform(0.1, 2.0)))
-    return min(seconds, 0.1) if spec.probe else seconds
-
-
 def _windows(rng: random.Random) -> Windows:
     """Every second model has one group without a window, as most have."""
     if rng.random() < 0.5:
         return ONE
     a, b = rng.sample((1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 20), 2)
     return rng.choice(((None, a), (None, a), (None, a, a), (None, a, b), (a,), (a, b)))
-
-
-def _poison(
-    rng: random.Random, requests: tuple[RequestSpec, ...], faults: tuple[Fault, ...]
-) -> tuple[tuple[RequestSpec, ...], tuple[Fault, ...]]:
-    """Now and then a request ends the processes that compute it; other faults are few then, for what is to
-    become of the others to be known."""
-    seed = POISON if rng.random() >= 0.9 else SILENT_POISON
-    if seed == SILENT_POISON and rng.random() < 0.8:
-        return requests, faults
-    chosen = rng.randrange(len(requests))
-    spec = requests[chosen]
-    params = replace(spec.params, seed=seed)
-    # A short prompt is computed by decode nodes, which end one after the other.
-    prompt = spec.prompt[: rng.choice((2, len(spec.prompt)))]
-    poison = replace(
-        spec, prompt=prompt, params=params, n=1, stop=(), timeout=15.0, cancel_after=None, resume=True
-    )
-    return (*requests[:chosen], poison, *requests[chosen + 1 :]), faults[: rng.choice((0, 0, 1, 3))]
 
 
 def _in_order(faults: list[Fault]) -> tuple[Fault, ...]:
@@ -250,71 +206,6 @@ def _decode(rng: random.Random, tight: bool, ahead: bool) -> tuple[DecodeConfig,
     )
     pace = rng.choice((*((0.005, 0.02, 0.1) if tight else (0.0002, 0.002, 0.02)), SLOWEST_PACE))
     return config, Machine(_step_seconds(rng), pace, sees_steps=ahead)
-
-
-def _requests(
-    rng: random.Random, gateways: int, room: int, tight: bool, windows: Windows
-) -> tuple[RequestSpec, ...]:
-    prefixes = [tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))) for _ in range(3)]
-    gap = rng.choice((0.1, 0.2, 0.4) if tight else (0.0, 0.02, 0.2, 0.5))
-    count = rng.randrange(12, 30) if tight else rng.choice((rng.randrange(2, 8), rng.randrange(6, 24)))
-    at, requests = 1.0, []
-    for number in range(count):
-        at += rng.expovariate(1 / gap) if gap else 0.0
-        spec = _request(rng, number, at, gateways, room, [] if tight else prefixes, tight)
-        if not tight and spec.n == 1 and spec.params.seed % 4 == 0:
-            output = reference(spec.prompt, spec.params.seed, spec.params.max_tokens, windows=windows)
-            spec = replace(spec, stop=(f" {output[spec.params.seed % len(output)]} ",))
-        requests.append(spec)
-        if spec.n == 1 and not spec.params.stop_token_ids:
-            # A session's next turn begins with all of this one.
-            output = reference(spec.prompt, spec.params.seed, spec.params.max_tokens, windows=windows)
-            prefixes.append((*spec.prompt, *output))
-    return tuple(requests)
-
-
-def _with_options(rng: random.Random, spec: RequestSpec) -> RequestSpec:
-    """Options that need a state of the device, or another prefix of the same tokens."""
-    spec = replace(spec, namespace=rng.choice(("", "", "another")))
-    if rng.random() < 0.3 and not spec.stop:
-        spec = replace(spec, params=replace(spec.params, frequency_penalty=1.0))
-    if rng.random() < 0.2:
-        spec = replace(spec, params=replace(spec.params, prompt_logprobs=0))
-    if spec.params.seed % 5 == 0 and not spec.stop and not spec.params.stop_token_ids:
-        spec = replace(spec, params=replace(spec.params, grammar=SPEC))
-    return spec
-
-
-def _request(
-    rng: random.Random,
-    number: int,
-    at: float,
-    gateways: int,
-    room: int,
-    prefixes: list[tuple[int, ...]],
-    tight: bool = False,
-    probe: bool = False,
-) -> RequestSpec:
-    max_tokens = rng.choice((1, 2, 5, 10, rng.randrange(1, 16)))
-    prompt = rng.choice(prefixes) if prefixes else ()
-    more = rng.randrange(12, 33) if tight else rng.randrange(0 if prompt else 1, 12)
-    prompt += tuple(rng.randrange(VOCAB) for _ in range(more))
-    n = rng.choice((1, 1, 1, 1, 2, 3))
-    stop = frozenset(rng.sample(range(VOCAB), rng.choice((0, 0, 0, MAX_STOP_TOKENS))))
-    params = SamplingParams(max_tokens=max_tokens, seed=rng.getrandbits(64), stop_token_ids=stop)
-    return RequestSpec(
-        number=number,
-        at=at,
-        gateway=rng.randrange(gateways),
-        prompt=prompt[: room - max_tokens],
-        params=params,
-        n=1 if probe else n,
-        priority=rng.randrange(3),
-        timeout=60.0 if probe else rng.choice((6.0, 15.0) if tight else (0.3, 2.0, 6.0, 15.0)),
-        cancel_after=None if probe or rng.random() > 0.15 else rng.uniform(0.0, 1.0),
-        probe=probe,
-        resume=probe or params.seed % 8 != 1,
-    )
 
 
 Workers = tuple[

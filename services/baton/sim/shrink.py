@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from baton.sim.run import Outcome, run_scenario
-from baton.sim.scenario import RequestSpec, Scenario
+from baton.sim.scenario import Scenario
+from baton.sim.scenario_requests import RequestSpec
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from baton.sim.world import Violation
 from baton.transport.base import TransportError, ignore_time
 
 if TYPE_CHECKING:
-    from baton.sim.process import Worker
+    from baton.sim.worker import Worker
 
 PAUSE_SECONDS = 2.0
 """A pull by asking fails after so long without a byte."""

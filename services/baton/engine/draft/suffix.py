@@ -46,7 +46,7 @@ class SuffixIndex:
         return found
 
     def _learn_many(self, tokens: Sequence[int], first: int) -> tuple[int, int]:
-        """Learns all but the last token; returns key and count. A prompt of 30,000 tokens takes 4 ms."""
+        """Learns all but the last token; returns key and count."""
         begin = max(0, first - LEAST_MATCH + 1)
         known = np.array(tokens[begin:-1], np.int64)
         keys = known[: len(known) - LEAST_MATCH + 1].copy()

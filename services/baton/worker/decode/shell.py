@@ -40,6 +40,8 @@ class DecodeShell(WorkerShell[DecodeCore]):
             output_margin=config.output_margin,
             watermark=int(cache.counts().total * config.watermark),
             draft_tokens=config.most_drafts,
+            # A GPU samples all positions of a row before the host knows what its grammar allows there.
+            draft_grammars=self.device == "cpu",
         )
         return DecodeCore(
             cache, scheduling, config, self, self.recorder, self.page_bytes, self.make_drafter()

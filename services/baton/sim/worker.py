@@ -1,0 +1,368 @@
+"""A simulated process with a KV pool and a device."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from baton.config import WorkerConfig
+from baton.engine.plan import PlanRow, Runner, StepPlan
+from baton.engine.scheduler import Scheduler
+from baton.engine.step_builder import Step
+from baton.engine.step_loop import StepPipeline
+from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
+from baton.kvcache import NO_PAGE, KvCacheManager, KvGroup, PageAllocator, PrefixTree
+from baton.kvcache.kv_groups import peak
+from baton.kvcache.page_allocator import PageState
+from baton.layers.cache_spec import CacheSpec, State, attention_cache
+from baton.layers.tensor_parallel import Shard
+from baton.sim.driver import StepDriver
+from baton.sim.grammar import SimGrammar
+from baton.sim.host_tier import SimHostTier
+from baton.sim.model import STATE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner
+from baton.sim.network import Endpoint, Network, SimLink
+from baton.sim.process import Machine, SimProcess
+from baton.sim.ranks import SimRanks
+from baton.sim.scheduler_rules import check_scheduler
+from baton.sim.streams import SimStreams, VirtualPrefillStream
+from baton.sim.tasks import Task, sleep
+from baton.sim.transport import SimPull, SimReceiver
+from baton.sim.world import Actor, Violation
+from baton.tracing.recorder import Recorder
+from baton.v1 import common_pb2, node_pb2, prefill_pb2
+from baton.worker.lease_stream import LeaseStream
+from baton.worker.peers import PagePeer
+from baton.worker.ranks.runner import RankedRunner, RanksLost
+from baton.worker.shell import LOST_SECONDS, C, WorkerShell
+from baton.worker.sources.shell import CacheLending, SourcePeers
+
+LEND = "lend"
+"""The method Cache.Lend."""
+
+
+HOP_SECONDS = 0.0001
+"""From one thread of a process to another; the same always, so that calls keep their order."""
+
+
+class SimLending(CacheLending):
+    """While it lies, what it lends is mostly of other tokens than those asked for."""
+
+    def __init__(self, worker: Worker[Any]) -> None:
+        super().__init__(worker, VirtualPrefillStream)
+        self.lies_until = 0.0
+        self._worker = worker
+
+    def handle_command(self, request: prefill_pb2.PrefillRequest, stream: LeaseStream) -> None:
+        world = self._worker.world
+        if request.WhichOneof("kind") == "cached" and world.now < self.lies_until:
+            rng, tree = world.rng(f"lies {self._worker.name}"), self._worker.cache._tree
+            namespace, key = tree.path_key(rng.choice(list(tree._root.subtree())))
+            tokens = array("I", key)[: len(request.cached.token_ids)]
+            if tokens and rng.random() < 0.8:
+                lie = prefill_pb2.CachedPrompt(namespace=namespace, token_ids=tokens)
+                lie.attempt.CopyFrom(request.cached.attempt)
+                request = prefill_pb2.PrefillRequest(cached=lie)
+        super().handle_command(request, stream)
+
+
+class Worker(SimProcess, WorkerShell[C]):
+    """A process with a KV pool and a device. Steps run on the device one after the other."""
+
+    core: C
+    steps: StepDriver[C]
+    streams: SimStreams
+    lending: SimLending
+
+    def __init__(
+        self, network: Network, name: str, life: int, config: WorkerConfig, machine: Machine
+    ) -> None:
+        super().__init__(network, name, life)
+        self.config = config
+        self.recorder = Recorder(config.recorder_events, self.clock)
+        self.machine = machine
+        groups = tuple(KvGroup(_spec(window)) for window in machine.windows)
+        # Enough for one sequence of as many tokens.
+        pages = peak(groups, config.kv_tokens, config.page_size, 2 * config.token_budget)
+        self.pool = SimPool(pages, config.page_size, machine.heads)
+        self.allocator = PageAllocator(pages, self.pool.generations)
+        self.cache = KvCacheManager(self.allocator, PrefixTree(config.page_size, config.eviction, groups))
+        has_tier = machine.tier_rows and machine.ranks == 1
+        self.host_tier = SimHostTier(self, machine.tier_rows, machine.tier_pace) if has_tier else None
+        self.model_info = node_pb2.ModelInfo(context_length=config.kv_tokens, vocab_size=VOCAB, grammars=True)
+        self.layout = common_pb2.Layout(page_size=config.page_size)
+        self.page_bytes = self.pool.page_bytes
+        self.device = "cpu"
+        self.runner = self._make_runner(Shard(0, machine.ranks))
+        self.ranks = self._make_ranks() if machine.ranks > 1 else None
+        self.flights: list[SimLaunchedStep] = []
+        """Launched and not yet retired."""
+        self.retired = 0
+        """The last step whose results have been read."""
+        self.ending: Callable[[BaseException | None], None] = lambda error: None
+        """Called when an error has escaped the core, or, with None, another rank has ended."""
+        self.fail_next_read = False
+        self.hangs_until = 0.0
+        """Until then the device may do nothing at all."""
+        self.pull_fails_after: int | None = None
+        """The next pull breaks after this many pieces."""
+        self.pulls: list[SimPull] = []
+        """Running ones."""
+        self.lending, self.sources = SimLending(self), SourcePeers(self)
+        self._borrowers = SimStreams(self.lending, self.world, self.loop)
+        network.segments[self.who] = self.pool
+        self._device_free = 0.0
+        self._device_rng = self.world.rng(f"device {name}")
+
+    def _make_runner(self, shard: Shard) -> SimRunner:
+        machine = self.machine
+        return SimRunner(
+            self.pool,
+            self.config.max_rows,
+            self._submit,
+            self._check_write,
+            machine.windows,
+            shard.kv_heads(machine.heads),
+        )
+
+    def _make_ranks(self) -> SimRanks:
+        machine = self.machine
+        followers = [Shard(rank, machine.ranks) for rank in range(1, machine.ranks)]
+        return SimRanks(
+            self.world,
+            self.name,
+            [self.runner, *(self._make_runner(shard) for shard in followers)],
+            [self.device_thread, *(Actor(f"{self.who}.rank{shard.rank}") for shard in followers)],
+            machine.heads,
+            machine.step_seconds,
+            machine.collective_seconds,
+            self._rank_lost,
+        )
+
+    def hang(self, seconds: float) -> None:
+        """The device does nothing for `seconds`. Overlapping hangs end with the last of them."""
+        self._device_free = self.hangs_until = max(self._device_free, self.world.now + seconds)
+        if self.ranks is not None:
+            self.ranks.stall(0, seconds)
+
+    def kill_rank(self, rank: int) -> None:
+        """One rank at least, a follower."""
+        if self.ranks is not None:
+            self.hangs_until = max(self.hangs_until, self.world.now + 2 * LOST_SECONDS)
+            self.ranks.kill(1 + rank % (self.machine.ranks - 1))
+
+    def stall_rank(self, rank: int, seconds: float) -> None:
+        """Any rank; the others wait for it, as for a hanging device."""
+        if self.ranks is not None:
+            self.hangs_until = max(self.hangs_until, self.world.now + seconds + 2 * LOST_SECONDS)
+            self.ranks.stall(rank % self.machine.ranks, seconds)
+
+    def _rank_lost(self, why: str) -> None:
+        """Like worker.node: the step thread says so if a step is running."""
+        self.world.note(self.who, f"ranks  {why}")
+        self.world.at(LOST_SECONDS, self.loop, lambda: self.ending(None))
+
+    def crash(self, silently: bool) -> None:
+        super().crash(silently)
+        if self.ranks is not None:
+            self.ranks.orphan()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        def run() -> None:
+            function(*arguments)
+
+        self.world.at(HOP_SECONDS, self.loop, run)
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Task:
+        return Task(self.world, self.loop, work)
+
+    def compile_grammar(
+        self, spec: GrammarSpec, done: Callable[[CompiledGrammar | GrammarError], None]
+    ) -> None:
+        done(SimGrammar())
+
+    def endpoints(self) -> list[common_pb2.Endpoint]:
+        if "shm" in self.config.transports:
+            return [common_pb2.Endpoint(shm=common_pb2.ShmEndpoint(path=self.who))]
+        return [common_pb2.Endpoint(grpc=common_pb2.GrpcEndpoint())]
+
+    async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> SimReceiver:
+        await sleep(self.world, self.loop, self.world.rng(f"open {self.name}").uniform(0.0, 0.02))
+        path = endpoints[0].shm.path
+        return SimReceiver(self, address, self.network.segments[path] if path else None)
+
+    def make_source_link(self, address: str, peer: PagePeer) -> SimLink:
+        return self.link(address, peer.hello, peer.received, peer.welcomed, peer.lost, LEND)
+
+    def accept(self, endpoint: Endpoint) -> None:
+        (self._borrowers if endpoint.method == LEND else self.streams).accept(endpoint)
+
+    @property
+    def shared(self) -> tuple[int, int, int, int]:
+        """How many leases it has lent, how many fetches and pulls of cached pages run, and copies between the
+        pool and the host tier."""
+        sharing = self.core.sharing
+        fetches = sharing.borrower.fetches
+        copies = self.host_tier.tier.copies if self.host_tier is not None else 0
+        return len(sharing.lender.leases.running), len(fetches.running), len(fetches.pulls), copies
+
+    def start_steps(self) -> None:
+        rng = self.world.rng(f"steps {self.name}")
+        self.core = self.core_or_none = self.make_core(self.cache)
+        self.steps = StepDriver(
+            self.world,
+            self.step_thread,
+            StepPipeline(self.core, self._executor(), bool(self.config.overlap), self.clock),
+            when_done=self._when_done,
+            hop=HOP_SECONDS,
+            pause=lambda step: rng.uniform(0.0001, 0.001),
+            turned=self._turned,
+            crashed=self._end_with_error,
+        )
+
+    def _executor(self) -> Runner[SimLaunchedStep]:
+        if self.ranks is None:
+            return self.runner
+        return RankedRunner(self.runner, self.ranks.channels, lambda: 1)
+
+    def _when_done(self, flight: SimLaunchedStep, finish: Callable[[], None]) -> None:
+        world = self.world
+        if self.ranks is None:
+            world.at(max(0.0, flight.done_at - world.now) + HOP_SECONDS, self.step_thread, finish)
+        elif self.runner.done(flight):
+            world.at(HOP_SECONDS, self.step_thread, finish)
+        else:
+            flight.ended = lambda: world.at(HOP_SECONDS, self.step_thread, finish)
+
+    def _end_with_error(self, error: BaseException) -> None:
+        """Like worker.node: callers learn which requests may be the cause; then the process ends."""
+        self.step_thread.alive = False
+        if not isinstance(error, Killed | RanksLost) or (isinstance(error, RanksLost) and error.by_step):
+            self.core.node_failed("an error has escaped the core")
+        self.ending(error)
+
+    def _turned(self, step: Step | None) -> None:
+        if step is not None:
+            self.retired = step.plan.number
+        self.check()
+
+    def _submit(self, flight: SimLaunchedStep) -> None:
+        """The device begins with it after all earlier steps."""
+        if flight.plan.num_tokens > self.config.token_budget:
+            raise Violation(f"budget: step {flight.plan.number} of {self.who} exceeds its token budget")
+        self.flights.append(flight)
+        if self.fail_next_read:
+            self.fail_next_read = False
+            flight.error = "the device gave no answer"
+        if self.ranks is None:
+            self._schedule(flight)
+        else:
+            self.ranks.all[0].take(flight)
+        if self.world.traced:
+            rows = [
+                (r.slot, r.start, r.count, r.tables[0][r.start // self.pool.page_size :])
+                for r in flight.plan.rows
+            ]
+            self.world.note(self.who, f"launch {flight.plan.number} {rows} {flight.plan.copies}")
+
+    def _schedule(self, flight: SimLaunchedStep) -> None:
+        usual = self.machine.step_seconds * (1 + flight.plan.num_tokens / 16)
+        start = max(self._device_free, self.world.now)
+        run_at = start + usual * self._device_rng.uniform(0.1, 1.0)
+        flight.done_at = self._device_free = run_at + usual * self._device_rng.uniform(0.0, 0.5)
+        self.world.at(run_at - self.world.now, self.device_thread, lambda: self._execute(flight))
+
+    def _execute(self, flight: SimLaunchedStep) -> None:
+        self.runner.execute(flight)
+        if self.world.traced:
+            tokens = [token for row in flight.result.rows for token in row.tokens] if flight.result else []
+            self.world.note(self.who, f"ran    {flight.plan.number} {tokens}")
+
+    def _check_write(self, plan: StepPlan, page: int) -> None:
+        state = self.allocator.state(page)
+        if state is not PageState.OWNED:
+            raise Violation(
+                f"writer: step {plan.number} of {self.who} writes page {page}, which is {state.name}"
+            )
+
+    def check(self) -> None:
+        """Checks the pool's accounting and design rule 5: nothing that a step in flight uses is free or
+        reused."""
+        self.cache.check()
+        if self.host_tier is not None:
+            self.host_tier.check()
+        check_scheduler(self.scheduler)
+        if self.scheduler.reservations.total > self.cache.available:
+            raise Violation(f"promises: {self.who} has promised more pages than it has")
+        self.flights = [flight for flight in self.flights if flight.plan.number > self.retired]
+        namespaces = {page: namespace for namespace, page in self.cache.cached_pages()}
+        for request in self.scheduler.requests.values():
+            for sequence in request.sequences:
+                tables = sequence.holding.tables if sequence.holding is not None else []
+                cached = (page for table in tables for page in table if page in namespaces)
+                if any(namespaces[page] != request.namespace for page in cached):
+                    raise Violation(f"namespaces: {self.who} uses pages of another one for {request.key}")
+        for pull in self.pulls:
+            for flight in self.flights:
+                for row in flight.plan.rows:
+                    first = row.start // self.pool.page_size
+                    last = (row.start + row.count - 1) // self.pool.page_size
+                    for table in row.tables:
+                        both = pull.targets.intersection(table[first : last + 1])
+                        if both:
+                            text = f"a step and a pull of {self.who} both write {sorted(both)}"
+                            raise Violation(f"writer: {text}")
+        slots = self.scheduler.slots
+        size = self.pool.page_size
+        for flight in self.flights:
+            for page in (page for pair in flight.plan.copies for page in pair):
+                if self.allocator.state(page) is PageState.FREE:
+                    raise Violation(
+                        f"free late: page {page} of {self.who} is free, step {flight.plan.number} copies it"
+                    )
+            for row in flight.plan.rows:
+                for page in _used(row, self.cache.groups, size):
+                    if page == NO_PAGE:
+                        raise Violation(f"window: step {flight.plan.number} of {self.who} sees what is gone")
+                    if self.allocator.state(page) is PageState.FREE:
+                        raise Violation(
+                            f"free late: page {page} of {self.who} is free, step {flight.plan.number} uses it"
+                        )
+                for slot in (row.slot, *row.sample):
+                    if slots.is_free(slot):
+                        raise Violation(
+                            f"free late: slot {slot} of {self.who} is free, step {flight.plan.number} uses it"
+                        )
+
+    def check_idle(self) -> None:
+        """Design rule 5 at quiescence."""
+        self.cache.check(idle=True)
+        if self.host_tier is not None:
+            self.host_tier.check(idle=True)
+        counts = self.cache.counts()
+        if counts.free + counts.cached != counts.total:
+            raise Violation(f"quiescence: pages of {self.who}: {counts}")
+        if self.scheduler.reservations.total or self.scheduler.slots.in_use:
+            raise Violation(
+                f"quiescence: {self.who} still promises {self.scheduler.reservations.total} pages and has "
+                f"{self.scheduler.slots.in_use} slots in use"
+            )
+
+
+def _spec(window: int | None) -> CacheSpec:
+    return State(((1,),)) if window == STATE else attention_cache(window)
+
+
+def _used(row: PlanRow, groups: Sequence[KvGroup], size: int) -> Iterator[int]:
+    """The pages that a row reads or writes."""
+    end = row.start + row.count
+    for group, table in zip(groups, row.tables, strict=True):
+        if isinstance(group.spec, State):
+            yield from (table[(stop - 1) // size] for stop in State.stops(row.start, end, size))
+            yield from table[group.spec.sees(row.start, size) :][: row.start > 0]
+        else:
+            yield from table[group.spec.sees(row.start, size) : -(-end // size)]
