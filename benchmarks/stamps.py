@@ -20,8 +20,7 @@ from baton.cli.main import main
 from baton.engine.step_builder import Step
 from baton.engine.step_loop import StepPipeline
 from baton.handoff.messages import FirstSampled
-from baton.worker import engine
-from baton.worker.decode import peers
+from baton.worker import engine, peers
 from baton.worker.peers import PullTask
 from baton.worker.prefill import shell
 from baton.worker.prefill.core import PrefillCore
@@ -32,7 +31,7 @@ received, pull, pulled, launching, launched: a decode node has received that mes
 copy, has ended; the first decode step with the request is planned, is launched."""
 
 _commit = PrefillCore.commit
-_events = shell._events
+_events_of = shell.events_of
 _events_from = peers.events_from
 _copied = PullTask._copied
 _launch = StepPipeline._launch
@@ -50,8 +49,8 @@ def stamped(file: int) -> None:
         if any(isinstance(output, FirstSampled) for _, output in self.leases.outputs):
             stamp("read", now)
 
-    def events(output: Any, chunk_groups: bool) -> Iterator[Any]:
-        made = _events(output, chunk_groups)
+    def events_of(output: Any, chunk_groups: bool) -> Iterator[Any]:
+        made = _events_of(output, chunk_groups)
         if isinstance(output, FirstSampled):
             stamp("sent")
         return made
@@ -78,7 +77,7 @@ def stamped(file: int) -> None:
         return launched
 
     PrefillCore.commit = commit  # type: ignore[method-assign]
-    shell._events = events
+    shell.events_of = events_of
     peers.events_from = events_from  # type: ignore[attr-defined]
     PullTask._copied = copied  # type: ignore[method-assign]
     StepPipeline._launch = launch  # type: ignore[method-assign]

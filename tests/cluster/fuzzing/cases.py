@@ -67,7 +67,8 @@ METHODS = (
     Method(("prefill",), "Prefill/Run", prefill_pb2.PrefillRequest, True, hello=True),
     Method(("decode",), "Decode/Embed", embed_pb2.EmbedPrompts),
     Method(("prefill",), "Prefill/Embed", embed_pb2.EmbedPrompts),
-    Method(("prefill",), "PageSource/Fetch", prefill_pb2.FetchRequest, True),
+    Method(("prefill", "decode"), "PageSource/Fetch", prefill_pb2.FetchRequest, True),
+    Method(("prefill", "decode"), "Cache/Lend", prefill_pb2.PrefillRequest, True, hello=True),
     Method(("prefill", "decode"), "Cache/Watch", cache_pb2.WatchRequest, endless=True),
     Method(EVERYWHERE, "Node/GetInfo", node_pb2.GetInfoRequest),
     Method(EVERYWHERE, "Node/GetLoad", node_pb2.GetLoadRequest),
@@ -128,7 +129,7 @@ class Case:
 
     def played(self) -> Case:
         """Without what comes after the message that ends the stream, so that what is counted has been read;
-        and without what would make a decode node connect to strangers."""
+        and without what would make a node connect to strangers."""
         if self.way or self.target not in TARGETS:
             return self
         method, _ = TARGETS[self.target]
@@ -136,6 +137,10 @@ class Case:
         for data in self.messages:
             parsed = parse(method, data) if data != HELLO else None
             if isinstance(parsed, decode_pb2.GenerateCommand) and not _harmless(parsed.start.prefill):
+                continue
+            if isinstance(parsed, decode_pb2.GenerateCommand | prefill_pb2.PrefillRequest) and not _harmless(
+                source.address for source in parsed.start.sources
+            ):
                 continue
             kept.append(data)
             if data != HELLO and parsed is None and method.ends_at_malformed:

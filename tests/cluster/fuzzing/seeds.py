@@ -45,6 +45,7 @@ _TOKENS = inference_pb2.TokenPrompt(token_ids=PROMPT)
 _WITH_STOP = common_pb2.SamplingParams(max_tokens=8, stop=["a", "the"], seed=3)
 _RUN = prefill_pb2.PrefillStart(attempt=NAME, token_ids=PROMPT, sampling=SAMPLING)
 _FIRST_ONLY = prefill_pb2.PrefillStart(attempt=NAME, token_ids=PROMPT, sampling=RICH, keep_pages=False)
+_CACHED = prefill_pb2.CachedPrompt(attempt=NAME, token_ids=PROMPT)
 
 _EMBED: list[Message] = [
     embed_pb2.EmbedPrompts(prompts=[{"token_ids": PROMPT}, {"token_ids": [9]}], dimensions=3),
@@ -113,6 +114,12 @@ SEEDS: dict[str, list[Message]] = {
     "Decode/Embed": _EMBED,
     "Prefill/Embed": _EMBED,
     "PageSource/Fetch": [prefill_pb2.FetchRequest(id=1, page_ids=[0, 1])],
+    "Cache/Lend": [
+        _prefill(cached=_CACHED),
+        _prefill(cancel=prefill_pb2.PrefillCancel(attempt=NAME)),
+        _prefill(several={"requests": [{"cached": _CACHED}, {"release": {"attempt": NAME}}]}),
+        _prefill(heartbeat=prefill_pb2.Heartbeat()),
+    ],
     "Cache/Watch": [
         cache_pb2.WatchRequest(),
         cache_pb2.WatchRequest(incarnation=OWN, sequence=3),

@@ -41,7 +41,7 @@ class Ports:
 
     def message(self, method: Method, role: str, data: bytes) -> bytes:
         """What a message of a case is there."""
-        if data == HELLO and method.path == "Prefill/Run":
+        if data == HELLO and method.request is prefill_pb2.PrefillRequest:
             hello = prefill_pb2.PrefillHello(incarnation=99, layout=self.layout)
             return prefill_pb2.PrefillRequest(hello=hello).SerializeToString()
         if data == HELLO:
