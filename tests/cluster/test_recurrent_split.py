@@ -1,4 +1,4 @@
-"""A model with recurrent layers, through all processes: handed off, cached, forked, retracted, resumed."""
+"""Models with recurrent layers, through all processes: handed off, cached, forked, retracted, resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asking import ask, greedy
 from checkpoints import make_tokenizer
 from deployment import Deployment
 from polling import until
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3_5TextConfig
 
 from baton.client import AsyncClient
 
@@ -19,42 +19,66 @@ OUTPUT = 48
 LENGTHS = (15, 16, 17, 40, 63, 64, 65, 130)
 
 
-def make_model():
+_ALL = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MODELS = {
+    "qwen3.5": (
+        Qwen3_5TextConfig,
+        {
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        320,
+    ),
+    "lfm2": (Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, 208),
+}
+"""Configuration, what it has beyond _ALL, tokens of a decode node's pool: so few that some are retracted."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name):
     torch.manual_seed(5)
-    config = Qwen3_5TextConfig(
-        vocab_size=160,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return Qwen3_5ForCausalLM(config).eval()
+    make, options, _ = MODELS[name]
+    return AutoModelForCausalLM.from_config(make(**{**_ALL, **options})).eval()
 
 
 @pytest.fixture(scope="module")
-def model():
-    return make_model()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory, deployments, model):
+def pair(tmp_path_factory, deployments, name, model):
     folder = tmp_path_factory.mktemp("recurrent")
     path = folder / "model"
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     flags = ("--page-size", "16", "--token-budget", "32", "--max-rows", "8")
-    decode = ("--kv-tokens", "320", "--output-margin", "1", "--watermark", "0", "--transports", "grpc,shm")
+    decode = (
+        "--kv-tokens",
+        str(MODELS[name][2]),
+        "--output-margin",
+        "1",
+        "--watermark",
+        "0",
+        "--transports",
+        "grpc,shm",
+    )
     deployment = Deployment.split(
         folder,
         path,

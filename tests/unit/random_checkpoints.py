@@ -276,7 +276,7 @@ def save_checkpoint(
             else:
                 parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
             elif name.endswith("layer_scalar"):
                 buffer.fill_(0.7)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from random_checkpoints import VARIANTS, check_logits, save_checkpoint
 from safetensors.torch import load_file, save_file
+from test_recurrent_families import VARIANTS as WITH_STATES
 from transformers import AutoModelForCausalLM
 
 from baton.checkpoint_config import context_length
@@ -416,7 +417,7 @@ def test_every_family_has_a_variant():
     names = AutoModelForCausalLM._model_mapping
     families = set(FAMILIES) - {"TwoHeadSizesForCausalLM"}  # only tests have it
     # Those with states have tests of their own; the unified one is Gemma 4 under another name.
-    families -= {"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}
+    families -= {names[make].__name__ for make, _ in WITH_STATES.values()}
     families -= {"Gemma4UnifiedForCausalLM"}
     assert {names[make].__name__ for make, _ in VARIANTS.values()} == families
 

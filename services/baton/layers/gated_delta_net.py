@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from baton.layers.cache_spec import State
 from baton.layers.parameters import Parameters
 from baton.layers.recurrent import RecurrentModule
+from baton.layers.short_convolution import ShortConvolution
 
 CHUNK = 64
 """Tokens whose updates of a state become matrix products."""
@@ -73,13 +74,7 @@ class GatedDeltaNet(RecurrentModule):
             convert_small = {"in_proj_ba": partial(_by_kind, [per_key, per_key])}
         self.input = parameters.linear(large, hidden, convert=convert_large)
         self.gates = parameters.linear(small, hidden, convert=convert_small, quantize=False)
-        self.convolution = parameters.empty(shape.window, shape.mixed)
-        parameters.add(
-            "conv1d.weight",
-            self.convolution,
-            shape=torch.Size([shape.mixed, 1, shape.window]),
-            convert=lambda weight: weight[:, 0].t(),
-        )
+        self.convolution = ShortConvolution(parameters, "conv1d", shape.window, shape.mixed)
         self.decay = parameters.empty(heads, dtype=torch.float32)
         self.decay_bias = parameters.empty(heads, dtype=torch.float32)
         parameters.add("A_log", self.decay, fill="ones", convert=lambda log: log.float().exp())
@@ -96,7 +91,8 @@ class GatedDeltaNet(RecurrentModule):
         shape, heads = self.shape, self.shape.value_heads
         state, window = states
         mixed, z, b, a = torch.split(projected, [shape.mixed, shape.values, heads, heads], -1)
-        mixed, window = self._convolve(mixed, window)
+        mixed, window = self.convolution(mixed, window)
+        mixed = F.silu(mixed)
         q, k, v = torch.split(mixed, [shape.keys, shape.keys, shape.values], -1)
         q, k = (_unit(_heads(part, shape.key_heads).float()) for part in (q, k))
         each = heads // shape.key_heads
@@ -110,15 +106,6 @@ class GatedDeltaNet(RecurrentModule):
         out = F.rms_norm(out, (shape.value_dim,), self.norm, self.eps).float()
         out = out * F.silu(_heads(z, heads).float())
         return out.to(projected.dtype).flatten(2), (state, window)
-
-    def _convolve(self, mixed: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """mixed [rows, tokens, channels], window float32 [rows, window - 1, channels]: what came before."""
-        count, before = mixed.shape[1], window.shape[1]
-        inputs = torch.cat((window.to(mixed.dtype), mixed), 1)
-        out = inputs[:, :count] * self.convolution[0]
-        for back in range(1, before + 1):
-            out.addcmul_(inputs[:, back : back + count], self.convolution[back])
-        return F.silu(out), inputs[:, count:].float()
 
 
 def _heads(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -45,6 +45,8 @@ class Parameters:
     dtype: torch.dtype
     device: torch.device
     prefix: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the checkpoint calls modules and tensors directly below the prefix that have other names here."""
     table: dict[str, Parameter] = field(default_factory=dict)
     """By the checkpoint's name; shared by all prefixes."""
     linears: list[Linear] = field(default_factory=list)
@@ -59,15 +61,26 @@ class Parameters:
 
     def under(self, name: str) -> Parameters:
         """The parameters below `name`."""
-        return replace(self, prefix=f"{self.prefix}{name}.")
+        return replace(self, prefix=f"{self._full(name)}.", names={})
+
+    def named(self, names: Mapping[str, str]) -> Parameters:
+        """The same parameters, of which the checkpoint calls some otherwise: name here -> name there."""
+        return replace(self, names=names)
+
+    def _full(self, name: str) -> str:
+        """The checkpoint's name of a tensor or module."""
+        for here, there in self.names.items():
+            if name == here or name.startswith(f"{here}."):
+                return self.prefix + there + name[len(here) :]
+        return self.prefix + name
 
     def ignore(self, prefix: str) -> None:
         """Tensors below this prefix may be in the checkpoint and are not read."""
-        self.ignored.append(self.prefix + prefix)
+        self.ignored.append(self._full(prefix))
 
     def leave(self, name: str) -> None:
         """Another rank reads this tensor."""
-        self.elsewhere.add(self.prefix + name)
+        self.elsewhere.add(self._full(name))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Memory that `add` gives names to."""
@@ -87,9 +100,9 @@ class Parameters:
         own = shape or torch.Size(target.shape)
         if not own.numel():
             raise CheckpointError(
-                f"by config.json the tensor {self.prefix}{name} is empty: its shape is {list(own)}"
+                f"by config.json the tensor {self._full(name)} is empty: its shape is {list(own)}"
             )
-        self.table[self.prefix + name] = Parameter(target, own, fill, convert, cut)
+        self.table[self._full(name)] = Parameter(target, own, fill, convert, cut)
 
     def tensor(
         self, name: str, *shape: int, fill: Fill = "normal", cut: TensorSlice | None = None
@@ -138,7 +151,7 @@ class Parameters:
         else:
             whole = inputs
         plan = self.plan if quantize or self.plan.stored is not None else WeightPlan()
-        names = [f"{self.prefix}{name}.weight" for name in parts]
+        names = [self._full(f"{name}.weight") for name in parts]
         method = plan.method_of(names, inputs)
         held = [cut for name in parts if (cut := cuts.get(name)) is not None]
         if columns is not None and not single and method is None and plan.method_of(names, whole) is not None:
@@ -186,7 +199,7 @@ class Parameters:
         method = self.plan.method
         if method is not None and self.plan.online and method.fits(whole) and not method.fits(own):
             raise CheckpointError(
-                f"{self.prefix}{name}: {own} columns a rank cannot be quantized to {method.name}; lower --tp "
+                f"{self._full(name)}: {own} columns a rank cannot be quantized to {method.name}; lower --tp "
                 "or leave out --quantization"
             )
 

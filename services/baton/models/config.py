@@ -134,7 +134,8 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
         )
     if implementation == "baton":
         text = hf.get_text_config()
-        if (activation := _activation(text)) not in ACTIVATIONS:
+        states = any(hasattr(text, name) for name in _ACTIVATION_FIELDS)  # families with one alone do not
+        if states and (activation := _activation(text)) not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
             raise ModelError(f"hidden_act {activation!r} is not supported; supported are {known}")
         if getattr(text, "pretraining_tp", 1) not in (1, None):
@@ -265,8 +266,11 @@ def _language_model(hf: Any) -> str | None:
     return name if text is not hf and name in FAMILIES else None
 
 
+_ACTIVATION_FIELDS = ("hidden_act", "hidden_activation")
+
+
 def _activation(text: Any) -> str | None:
-    return getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+    return next(filter(None, (getattr(text, name, None) for name in _ACTIVATION_FIELDS)), None)
 
 
 def require_silu(config: ModelConfig) -> None:

@@ -60,8 +60,6 @@ def _shape(config: ModelConfig) -> DeltaNetShape:
     keys, values = hf.linear_num_key_heads, hf.linear_num_value_heads
     if keys < 1 or values % keys:
         raise ModelError(f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}")
-    if hf.linear_conv_kernel_dim < 2:
-        raise ModelError("linear_conv_kernel_dim must be at least 2")
     return DeltaNetShape(
         keys, values, hf.linear_key_head_dim, hf.linear_value_head_dim, hf.linear_conv_kernel_dim
     )

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention, against transformers."""
+"""Families with recurrent layers against transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from random_checkpoints import (
     random_prompts,
     save_checkpoint,
 )
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import (
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 
 from baton.layers.gated_delta_net import CHUNK, delta_chunks, delta_step
 
@@ -30,10 +36,29 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+_LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+}
 VARIANTS = {
     "qwen3-next": (Qwen3NextConfig, {**_HYBRID, **_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3.5": (Qwen3_5TextConfig, {**_HYBRID, "tie_word_embeddings": True}),
     "qwen3.5-moe": (Qwen3_5MoeTextConfig, {**_HYBRID, **_EXPERTS, "linear_num_value_heads": 2}),
+    "lfm2": (Lfm2Config, {**_LFM2, "conv_bias": True, "block_multiple_of": 8}),
+    "lfm2-moe": (
+        Lfm2MoeConfig,
+        {
+            **_LFM2,
+            "conv_L_cache": 4,
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
 
 
@@ -44,12 +69,12 @@ def saved(request, tmp_path_factory):
 
 
 def save(variant, path):
-    """The reference is in float64: in float32 transformers' own logits are up to 1.1e-4 off. Most norms of
-    these families are stored minus one."""
+    """The reference is in float64: in float32 transformers' own logits are up to 1.1e-4 off. Qwen's norms are
+    stored minus one, but for that of a recurrent layer."""
     model = save_checkpoint(variant, path, variants=VARIANTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight") and "linear_attn" not in name:
+            if "qwen" in variant and name.endswith("norm.weight") and "linear_attn" not in name:
                 parameter -= 1
             elif parameter.dim() > 1:
                 parameter *= 2 / 3

@@ -1,0 +1,67 @@
+"""Causal convolution of each channel by itself over the last few tokens, and LFM2's layer that is made of one
+(Liquid AI, arXiv:2511.23404)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from baton.layers.cache_spec import State
+from baton.layers.parameters import Parameters
+from baton.layers.recurrent import RecurrentModule
+from baton.model_path import CheckpointError
+
+
+class ShortConvolution:
+    """The state that it needs is the last inputs of each channel."""
+
+    def __init__(
+        self, parameters: Parameters, name: str, window: int, channels: int, *, bias: bool = False
+    ) -> None:
+        """`window`: tokens that it sees, the last of them its own. Raises CheckpointError if that is not at
+        least 2."""
+        if window < 2:
+            raise CheckpointError(f"a short convolution sees at least 2 tokens, not {window}")
+        self.shape = window - 1, channels
+        """Of the state."""
+        self.weight = parameters.empty(window, channels)
+        parameters.add(
+            f"{name}.weight",
+            self.weight,
+            shape=torch.Size([channels, 1, window]),
+            convert=lambda weight: weight[:, 0].t(),
+        )
+        self.bias = parameters.tensor(f"{name}.bias", channels, fill="zeros") if bias else None
+
+    def __call__(self, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [rows, tokens, channels], and the inputs before it, float32 [rows, window - 1, channels] -> as x,
+        and the last inputs."""
+        count = x.shape[1]
+        inputs = torch.cat((before.to(x.dtype), x), 1)
+        out = inputs[:, :count] * self.weight[0]
+        for back in range(1, len(self.weight)):
+            out.addcmul_(inputs[:, back : back + count], self.weight[back])
+        if self.bias is not None:
+            out += self.bias
+        return out, inputs[:, count:].float()
+
+
+class GatedConvolution(RecurrentModule):
+    """A short convolution between two gates."""
+
+    def __init__(
+        self, parameters: Parameters, index: int, hidden: int, window: int, *, bias: bool = False
+    ) -> None:
+        self.index = index
+        self.convolution = ShortConvolution(parameters, "conv", window, hidden, bias=bias)
+        self.cache = State((self.convolution.shape,))
+        self.input = parameters.linear({"in_proj": 3 * hidden}, hidden, bias)
+        self.output = parameters.linear({"out_proj": hidden}, hidden, bias)
+
+    def advance(
+        self, projected: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        before, behind, x = projected.chunk(3, -1)
+        out, window = self.convolution(before * x, states[0])
+        return behind * out, (window,)
