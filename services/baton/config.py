@@ -196,6 +196,11 @@ class WorkerConfig(NodeConfig):
         """Drafts of a row, at most."""
         return 0
 
+    @property
+    def draft_model(self) -> str:
+        """Path or id of the model that guesses; empty: none does."""
+        return ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
@@ -221,10 +226,10 @@ class DecodeConfig(WorkerConfig):
     """Output tokens per sequence for which pages are reserved at admission."""
     watermark: float = 0.02
     """Part of the pool that admission leaves free."""
-    draft: Literal["off", "suffix"] = "off"
+    draft: str = "off"
     """Guess the next tokens, and verify them in one step; texts stay as they are. suffix: guesses what
     followed the last tokens when they occurred before in the same request; it pays where answers repeat
-    parts of their prompts. off: no guesses."""
+    parts of their prompts. A path or id: a smaller model of the same vocabulary guesses. off: no guesses."""
     draft_tokens: int = 4
     """Tokens that are guessed for a sequence in a step, at most."""
     handoff_seconds: float = 30.0
@@ -235,6 +240,10 @@ class DecodeConfig(WorkerConfig):
     @property
     def most_drafts(self) -> int:
         return 0 if self.draft == "off" else self.draft_tokens
+
+    @property
+    def draft_model(self) -> str:
+        return "" if self.draft in ("off", "suffix") else self.draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,6 +198,9 @@ class Scheduler(SchedulerState):
         self._admit()
         config, size = self.config, self.cache.page_size
         step = StepBuilder(self.step_number + 1)
+        if self._drafter is not None:
+            going = [sequence for sequence in self.running if self._wants_token(sequence)]
+            self._drafter.prepare([(each, each.unread + config.draft_tokens) for each in going])
         # In the order of rank: a retraction relies on its victim having no row yet.
         for sequence in list(self.running):
             if sequence.phase is not SequencePhase.RUNNING or not self._wants_token(sequence):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from baton.engine.draft.base import Drafter
 from baton.engine.request import Sequence as TokenSequence
 from baton.sim.model import Windows, reference
 
 
-class SimDrafter:
+class SimDrafter(Drafter):
     def __init__(self, rng: random.Random, windows: Windows, right: float) -> None:
         """`right`: the share of tokens that are drafted as they will be sampled."""
         self._rng, self._windows, self._right = rng, windows, right

@@ -12,6 +12,7 @@ from baton.engine.waiting_queue import POLICIES
 from baton.kvcache.eviction import make_policy
 from baton.rpc.errors import failed_precondition, invalid
 from baton.transport import check_kinds
+from baton.worker.draft_model import check_draft
 from baton.worker.host_memory import parse_size
 from baton.worker.model import KV_DTYPES, check_model, device_of, sized
 from baton.worker.ranks.hosts import check_hosts
@@ -29,6 +30,7 @@ def checked(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     if config.tp > 1 and device.type != "cpu":
         device = on_gpus(config, device)
     check_model(config, device)
+    check_draft(config)
     return config, device
 
 

@@ -16,6 +16,7 @@ from baton.attention.base import AttentionBackend
 from baton.attention.registry import NoBackend
 from baton.config import WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
+from baton.engine.draft.base import Drafter
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import Runner
@@ -47,6 +48,7 @@ from baton.transport import (
 )
 from baton.v1 import common_pb2, embed_pb2, node_pb2
 from baton.worker.checks import checked
+from baton.worker.draft_model import load_drafter
 from baton.worker.host_memory import HostMemory, parse_size
 from baton.worker.memory import num_pages, run_largest_steps
 from baton.worker.model import (
@@ -101,6 +103,8 @@ class Engine:
     trials: Trials | None
     host_memory: HostMemory | None
     """None: there is no host tier."""
+    drafter: Drafter | None
+    """The one with a model of its own; None: there is none."""
 
     @property
     def pages(self) -> PageStore:
@@ -187,6 +191,7 @@ def _build_ranked(
     model = load(config, path, dtype, device, ranks.shard, ranks.communicator)
     name = model_fingerprint(config, path, model, device)
     ranks.loaded(name)
+    drafter = load_drafter(config, model, device)
     shape = model.config
     size = config.page_size or default_page_size(device, model.caches, model.dtype.itemsize)
     context = min(config.context_length or shape.context_length, shape.context_length)
@@ -264,6 +269,7 @@ def _build_ranked(
         grammars=None if config.step_profile else make_compiler(path, info, trials),
         trials=trials,
         host_memory=host_memory,
+        drafter=drafter,
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from baton.engine.request import Sequence as TokenSequence
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Guesses how sequences go on. Used by the step thread; may keep state in `sequence.drafting`, which ends
     with the sequence."""
 
+    def prepare(self, wanted: Sequence[tuple[TokenSequence, int]]) -> None:  # noqa: B027
+        """Called before the `draft`s of a step, with the sequences that will be asked for and the most tokens
+        of each: a drafter that computes does so for all at once. The others do nothing."""
+
+    @abstractmethod
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
         """The tokens that are likely to follow `sequence.tokens`, `most` at most; empty: no guess. Must not
         block: a step waits for it."""
-        ...

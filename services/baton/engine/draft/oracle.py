@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from baton.engine.draft.base import Drafter
 from baton.engine.request import Sequence as TokenSequence
 
 
@@ -18,7 +19,7 @@ def prompt_digest(prompt: Sequence[int]) -> str:
     return hashlib.sha256(np.array(prompt, "<i8").tobytes()).hexdigest()
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Knows how sequences go on from an earlier run, and spoils a share of it."""
 
     def __init__(self, continuations: Iterable[tuple[str, Sequence[int]]], right: float = 1.0) -> None:

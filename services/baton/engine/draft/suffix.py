@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from baton.engine.draft.base import Drafter
 from baton.engine.request import Sequence as TokenSequence
 
 LEAST_MATCH = 3
@@ -57,7 +58,7 @@ class SuffixIndex:
         return int(keys[-1]), len(tokens) - 1
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
         index, tokens = sequence.drafting, sequence.tokens
         if not isinstance(index, SuffixIndex):

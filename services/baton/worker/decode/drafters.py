@@ -14,8 +14,9 @@ ORACLE = "BATON_TEST_ORACLE"
 is not spoiled."""
 
 
-def make_drafter(config: DecodeConfig) -> Drafter | None:
-    """None: no row has drafts. Raises ValueError with a readable line."""
+def make_drafter(config: DecodeConfig, model: Drafter | None) -> Drafter | None:
+    """None: no row has drafts. `model`: the one with a model of its own, if the configuration names one.
+    Raises ValueError with a readable line."""
     oracle = os.environ.get(ORACLE, "")
     if oracle and config.host not in ("127.0.0.1", "::1", "localhost"):
         raise ValueError(
@@ -26,4 +27,4 @@ def make_drafter(config: DecodeConfig) -> Drafter | None:
     if oracle:
         path, _, right = oracle.rpartition(":")
         return OracleDrafter.read(path, float(right)) if path else OracleDrafter.read(oracle)
-    return SuffixDrafter()
+    return model if config.draft_model else SuffixDrafter()

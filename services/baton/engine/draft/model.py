@@ -1,0 +1,104 @@
+"""A smaller model of the same vocabulary guesses how sequences go on.
+
+As in speculative decoding (Leviathan et al., arXiv:2211.17192), with its own runner and its own KV. Its
+tokens are drawn with the noise that the large model draws with, which is a function of seed, position and
+token: where the two models' probabilities are alike, so are their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from baton.engine.draft.base import Drafter
+from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
+from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan
+from baton.engine.request import Sequence as TokenSequence
+
+
+class ModelDrafter(Drafter):
+    def __init__(
+        self,
+        runner: Runner[Any],
+        *,
+        pages: int,
+        page_size: int,
+        groups: int,
+        context_length: int,
+        token_budget: int,
+    ) -> None:
+        """`pages`: those of the runner's pool, of `groups` KV groups together; `context_length`: positions
+        that the model knows; `token_budget`: known tokens that it computes in a step, at most. Sequences that
+        it has not caught up with get no drafts."""
+        self._runner = runner
+        self._slots = DraftKvSlots(runner.max_slots, pages, page_size, groups)
+        self._context, self._budget = context_length, token_budget
+        self._step = 0
+        self._launched = 0
+        """Steps of its own runner."""
+
+    def prepare(self, wanted: Sequence[tuple[TokenSequence, int]]) -> None:
+        self._step += 1
+        budget = self._budget
+        rows, inits = list[PlanRow](), list[SlotInit]()
+        going: list[tuple[DraftKv, int, int]] = []
+        """What is kept of a sequence, its tokens, and how many are drafted."""
+        for sequence, most in wanted:
+            tokens = sequence.tokens
+            most = min(most, self._context - len(tokens))
+            kv = self._slots.take(sequence, len(tokens) + most - 1, self._step) if most > 0 < budget else None
+            if kv is None:
+                continue
+            kv.guess = []
+            start = min(kv.agree(tokens), len(tokens) - 1)
+            chunk = tokens[start : start + budget]
+            budget -= len(chunk)
+            kv.written[start:] = chunk
+            caught_up = start + len(chunk) == len(tokens)
+            rows.append(PlanRow(kv.slot, chunk, start, kv.tables, (kv.slot,) if caught_up else ()))
+            if caught_up:
+                inits.append(_slot_init(kv.slot, sequence))
+                going.append((kv, len(tokens), most))
+        if rows:
+            self._draft(rows, inits, going)
+
+    def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
+        kv = sequence.drafting
+        return kv.guess[:most] if isinstance(kv, DraftKv) and kv.used == self._step else ()
+
+    def _draft(
+        self, rows: list[PlanRow], inits: list[SlotInit], going: list[tuple[DraftKv, int, int]]
+    ) -> None:
+        """Launches all passes, then reads them: a GPU is not waited for in between."""
+        sampling = {kv.slot: kv for kv, _, _ in going}
+        launched = [self._launch(rows, inits)]
+        for depth in range(1, max((most for _, _, most in going), default=0)):
+            rows = [
+                PlanRow(kv.slot, None, tokens + depth - 1, kv.tables, (kv.slot,))
+                for kv, tokens, most in going
+                if most > depth
+            ]
+            launched.append(self._launch(rows, ()))
+        for plan, flight in launched:
+            for row, result in zip(plan.rows, self._runner.read(flight).rows, strict=True):
+                kv = sampling.get(row.slot)
+                if result.error is not None:
+                    sampling.pop(row.slot, None)
+                elif row.sample and kv is not None:
+                    kv.guess += result.tokens
+        for kv, _, _ in going:
+            kv.written += kv.guess[:-1]
+
+    def _launch(self, rows: Sequence[PlanRow], inits: Sequence[SlotInit]) -> tuple[StepPlan, Any]:
+        self._launched += 1
+        plan = StepPlan(self._launched, tuple(rows), tuple(inits))
+        return plan, self._runner.launch(plan)
+
+
+def _slot_init(slot: int, sequence: TokenSequence) -> SlotInit:
+    """As the sequence's own, but without what only its answer needs. The grammar is not known here."""
+    request = sequence.request
+    params = replace(request.params, logprobs=None, prompt_logprobs=None, grammar=None)
+    prompt = request.prompt if params.penalized else ()
+    return SlotInit(slot, params, sequence.seed, prompt, tuple(sequence.tokens[len(request.prompt) :]))
