@@ -43,7 +43,7 @@ class Watch:
 
     def holds(self, tokens: list[int], namespace: str = "") -> int:
         """Of a prompt that goes on with one more token."""
-        return self.view.cached(PromptPages([*tokens, 1], namespace))
+        return self.view.cached(PromptPages([*tokens, 1], namespace))[0]
 
     def __enter__(self) -> Watch:
         return self

@@ -13,7 +13,7 @@ from kv_model import Prefix
 from test_prefix_tree import PAGE, TreeMachine
 
 from baton.gateway.cache_view import CacheView, Gap, PromptPages
-from baton.kvcache.kv_events import PromptDigests, TreeChanges, TreeEvents, TreeLog
+from baton.kvcache.kv_events import HOST, POOL, PromptDigests, TreeChanges, TreeEvents, TreeLog
 from baton.kvcache.prefix_tree import PrefixTree
 from baton.v1 import cache_pb2
 
@@ -40,6 +40,8 @@ def message(changes: TreeChanges, incarnation: int = 1, page_size: int = PAGE) -
         snapshot=changes.snapshot,
         stored=changes.stored,
         removed=changes.removed,
+        host_stored=changes.host_stored,
+        host_removed=changes.host_removed,
         page_size=page_size,
     )
 
@@ -101,14 +103,47 @@ def test_a_prompt_is_found_as_far_as_the_tree_holds_it_and_only_in_its_namespace
     tree.observe(events)
     drain(events, log)
     view.apply(message(log.since(None), page_size=4), 0.0)
-    assert view.cached(PromptPages(range(100), "tenant")) == 12
-    assert view.cached(PromptPages([*range(8), 99, *range(9, 20)], "tenant")) == 8
-    assert view.cached(PromptPages(range(100), "")) == 0
-    assert view.cached(PromptPages(range(100), "Tenant")) == 0
-    assert view.cached(PromptPages(range(4, 100), "tenant")) == 0
+    assert view.cached(PromptPages(range(100), "tenant"))[0] == 12
+    assert view.cached(PromptPages([*range(8), 99, *range(9, 20)], "tenant"))[0] == 8
+    assert view.cached(PromptPages(range(100), ""))[0] == 0
+    assert view.cached(PromptPages(range(100), "Tenant"))[0] == 0
+    assert view.cached(PromptPages(range(4, 100), "tenant"))[0] == 0
     # Its last token is computed in any case.
-    assert view.cached(PromptPages(range(12), "tenant")) == 8
-    assert view.cached(PromptPages([], "tenant")) == 0
+    assert view.cached(PromptPages(range(12), "tenant"))[0] == 8
+    assert view.cached(PromptPages([], "tenant"))[0] == 0
+
+
+def test_a_view_tells_what_the_pool_holds_from_what_only_the_host_tier_does():
+    log, view = TreeLog(4), CacheView()
+    trees = {tier: PrefixTree(4) for tier in (POOL, HOST)}
+    events = {tier: TreeEvents() for tier in trees}
+    tokens = list(range(16))
+    for tier, tree in trees.items():
+        tree.observe(events[tier])
+
+    def followed() -> tuple[int, int]:
+        for tier, each in events.items():
+            while (event := each.take()) is not None:
+                log.apply(event, tier)
+        update = message(log.since(view.sequence if view.page_size else None), page_size=4)
+        view.apply(update, 0.0)
+        assert view.cached(PromptPages(tokens, "other")) == (0, 0)
+        fresh = CacheView()
+        fresh.apply(message(log.since(None), page_size=4), 0.0)
+        assert fresh.cached(PromptPages(range(100), "")) == view.cached(PromptPages(range(100), ""))
+        return view.cached(PromptPages(range(100), ""))
+
+    trees[POOL].insert(tokens, [(1,), (2,), (3,), (4,)])
+    assert followed() == (16, 16)
+    trees[HOST].insert(tokens[:12], [(1,), (2,), (3,)])
+    assert followed() == (16, 16)
+    trees[POOL].evict(3)
+    assert followed() == (4, 12)
+    trees[POOL].evict(1)
+    assert followed() == (0, 12)
+    trees[HOST].evict(1)
+    trees[POOL].insert(tokens[:4], [(9,)])
+    assert followed() == (4, 8)
 
 
 def test_digests_tell_page_sizes_apart_and_are_computed_as_far_as_needed():

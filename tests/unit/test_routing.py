@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from baton.gateway.cache_view import PromptPages
+from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.node_load import NodeLoad, NodeWork, SentLoad
 from baton.gateway.routing import RequestRouting, Router, order_prefill, pick_decode
+from baton.gateway.split_decision import Split
 from baton.kvcache.kv_events import PromptDigests
 from baton.rpc.errors import BatonError
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
@@ -111,14 +113,15 @@ class Fleet:
         for address in ("p0", "p1", "d0", "d1"):
             self.tell(address)
 
-    def tell(self, address, tokens=(), namespace="", **load):
-        """The node holds this prompt, and nothing else."""
-        digests = PromptDigests(tokens, namespace, self.PAGE)
+    def tell(self, address, tokens=(), namespace="", in_host=(), **load):
+        """The node holds this prompt, its host tier the other, and nothing else."""
+        digests, below = (PromptDigests(each, namespace, self.PAGE) for each in (tokens, in_host))
         update = cache_pb2.CacheUpdate(
             incarnation=1,
             sequence=5,
             snapshot=True,
             stored=[digests[page] for page in range(digests.pages)],
+            host_stored=[below[page] for page in range(below.pages)],
             page_size=self.PAGE,
             load=node_pb2.Load(available_pages=1000, prompt_tokens_per_second=1000, **load),
         )
@@ -153,6 +156,50 @@ class TestRouter:
             chosen.append(prefill)
             way.ended()
         assert Counter(chosen) == {"p0": 3, "p1": 3}
+
+    def test_a_node_whose_host_tier_holds_the_prompt_counts_at_the_cost_of_a_promotion(self):
+        fleet = Fleet()
+        fleet.tell("p1", in_host=PROMPT, host_token_seconds=1e-5)
+        fleet.tell("d1", in_host=PROMPT, host_token_seconds=1e-6)
+        way, decode, prefill = fleet.send(PROMPT)
+        assert (decode, prefill) == ("d1", "p1")
+        assert [(each.address, each.tokens) for each in way.sources("d0", ["p0"])] == [
+            ("d1", 992),
+            ("p1", 992),
+        ]
+        way.ended()
+        fleet.tell("p0", PROMPT[:960])  # 40 tokens to compute, or 992 to promote
+        fleet.tell("p1", in_host=PROMPT, host_token_seconds=5e-4)
+        assert fleet.send(PROMPT)[2] == "p0"
+        load = fleet.router.load_of("p1", PromptPages(PROMPT, ""), "")
+        assert load.promotion == pytest.approx(0.496) and load.needed_pages == 63
+
+    def test_a_host_tier_that_is_slower_than_computing_counts_nothing(self):
+        fleet = Fleet()
+        fleet.tell("p1", in_host=PROMPT, host_token_seconds=1.1e-3)
+        assert {fleet.send(PROMPT)[2] for _ in range(2)} == {"p0", "p1"}
+
+    @pytest.mark.parametrize(("token", "other"), [(1e-5, True), (1e-2, False)])
+    def test_a_node_that_can_borrow_the_prompt_is_as_good_as_its_pulls_are_fast(self, token, other):
+        fleet = Fleet()
+        fleet.tell("p0", borrow_cost=node_pb2.PullCost(fixed=1e-3, token=token))
+        fleet.tell("p1", PROMPT, queued_tokens=500)
+        way, decode, prefill = fleet.send(PROMPT)
+        assert (prefill == "p0") == other
+        assert way.predicted(decode_pb2.RequestStats(prefill_address="p0"), decode) == 0
+        assert fleet.router.sent(prefill).tokens <= 508
+
+    def test_an_idle_decode_node_that_can_borrow_the_prompt_may_compute_what_it_then_lacks(self):
+        cost = node_pb2.StepCost(fixed=1e-3, token=1e-3)
+        fleet, limits = Fleet(), []
+        fleet.tell("p1", PROMPT, queued_tokens=500, step_cost=cost, step_tokens=512)
+        for borrow in ({}, {"borrow_cost": node_pb2.PullCost(fixed=1e-3, token=1e-5)}):
+            for decode in ("d0", "d1"):
+                fleet.tell(decode, step_cost=cost, step_tokens=512, running=1, rows=1, **borrow)
+            way, decode, _ = fleet.send(PROMPT)
+            limits.append(way.decide(Split("auto", GatewayMetrics(), fleet.clock), decode, ["p1"]))
+            way.ended()
+        assert limits[0] < len(PROMPT) <= limits[1]
 
     def test_a_burst_does_not_all_go_to_one_node(self):
         fleet = Fleet()

@@ -25,6 +25,7 @@ from baton.handoff.messages import (
     StartPull,
 )
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.kvcache.host_tier import HostTier
 from baton.step_cost import CostCalibration, StepCost
 from baton.worker.prefill.core import PrefillCore
 from baton.worker.sources.borrower import CONNECT_SECONDS, UNKNOWN_PULL_SECONDS
@@ -36,11 +37,15 @@ LIMITS = SchedulerConfig(context_length=PAGES * SIZE, token_budget=64, max_rows=
 
 
 class Worker:
-    """A prefill core and the pool of its runner."""
+    """A prefill core and the pool of its runner; with `tier` pages a host tier, too."""
 
-    def __init__(self, address: str, pages: int = PAGES) -> None:
+    def __init__(self, address: str, pages: int = PAGES, tier: int = 0) -> None:
         self.address, self.now = address, 0.0
         cache = KvCacheManager(PageAllocator(pages), PrefixTree(SIZE))
+        if tier:
+            HostTier(cache, KvCacheManager(PageAllocator(tier), PrefixTree(SIZE)), self)
+            self.below = [[None] * SIZE for _ in range(tier)]
+        self.copies: list[tuple[int, list[tuple[int, int]], bool]] = []
         self.runner = HashRunner(pages, SIZE, 4)
         self.core = PrefillCore(cache, LIMITS, PrefillConfig(), Shell(self.sent))
         self.core.shell.share = self.shared
@@ -77,6 +82,29 @@ class Worker:
         self.start(prompt, namespace=namespace)
         self.turn()
 
+    def copy(self, number, pairs, up) -> None:
+        self.copies.append((number, list(pairs), up))
+
+    def copied(self) -> None:
+        """What has been asked of the copier so far is done."""
+        copies, self.copies = self.copies, []
+        for number, pairs, up in copies:
+            source, target = (self.below, self.runner.pool) if up else (self.runner.pool, self.below)
+            for each, other in pairs:
+                target[other] = list(source[each])
+            self.core.cache.tier.copied(number, None)
+
+    def demote(self, prompt) -> None:
+        """Computes it, and then others until only the tier has it."""
+        self.compute(prompt)
+        others = 0
+        while self.core.cache.match_length(prompt):
+            others += 1
+            self.turn()
+            self.copied()
+            self.compute(range(5000 + 100 * others, 5000 + 100 * others + 8 * SIZE))
+        assert self.core.cache.tier.cache.match_length(prompt)
+
     @property
     def borrower(self):
         return self.core.sharing.borrower
@@ -90,8 +118,10 @@ class Worker:
 class Pair:
     """`near` borrows from `far`. `steps` are what the wire does, one after the other."""
 
-    def __init__(self, far_pages: int = PAGES, near_pages: int = PAGES) -> None:
-        self.far, self.near = Worker("far", far_pages), Worker("near", near_pages)
+    def __init__(
+        self, far_pages: int = PAGES, near_pages: int = PAGES, far_tier: int = 0, near_tier: int = 0
+    ) -> None:
+        self.far, self.near = Worker("far", far_pages, far_tier), Worker("near", near_pages, near_tier)
         self.far.core.sharing.lender.leases.connect("near", 0.0)
         self.near.borrower.peer_changed("far", Peer(True, 0.0, "shm", incarnation=3), "")
         self.visible = True
@@ -330,3 +360,74 @@ def test_a_holder_that_says_what_cannot_be_is_given_up(pair: Pair):
         pair.near.turn()
         assert [token for token, _ in pair.near.first[name].tokens] == reference(list(fresh), 5, 1)
     assert pair.near.borrower.counters.retries == {"PROTOCOL": 5}
+
+
+def test_what_the_own_tier_holds_is_not_borrowed():
+    pair = Pair(near_tier=60)
+    pair.near.demote(PROMPT)
+    pair.far.compute(PROMPT)
+    name = pair.near.start(PROMPT, [pair.source(20)])
+    assert pair.ask() is None
+    pair.near.turn()
+    pair.near.copied()
+    pair.finished(name, 5 * SIZE)
+    assert pair.near.core.cache.tier.counters.promotions == 1
+    assert not pair.near.borrower.counters.pulled_pages
+
+
+def test_what_the_own_tier_lacks_is_borrowed_once_the_rest_is_promoted():
+    pair = Pair(near_tier=60)
+    pair.near.demote(PROMPT[: 3 * SIZE])
+    pair.far.compute(PROMPT)
+    name = pair.near.start(PROMPT, [pair.source(20)])
+    assert pair.ask() is None, "its own pages are under way"
+    pair.near.copied()
+    pair.hear(pair.answer(pair.ask()))
+    pull = pair.take(StartPull)
+    pair.copy(pull)
+    pair.pulled(pull)
+    pair.release()
+    assert pair.near.borrower.counters.pulled_pages == 2
+    pair.finished(name, 5 * SIZE)
+
+
+def test_a_tier_that_is_slower_than_a_pull_is_left_alone():
+    pair = Pair(near_tier=60)
+    pair.near.demote(PROMPT)
+    pair.far.compute(PROMPT)
+    pair.near.core.cache.tier.page_seconds = 1.0
+    name = pair.borrow()
+    assert not pair.near.core.cache.tier.counters.promotions
+    pair.finished(name, 5 * SIZE)
+
+
+def test_pages_of_the_lenders_tier_are_lent():
+    pair = Pair(far_tier=60)
+    pair.far.demote(PROMPT)
+    name = pair.near.start(PROMPT, [pair.source(20)])
+    ask = pair.ask()
+    pair.far.core.sharing.lender.lend("near", ask.name, ask.token_ids, ask.namespace, pair.far.now)
+    pair.far.turn()
+    assert not pair.far.answers, "they are being promoted"
+    pair.far.copied()
+    pair.far.turn()
+    pair.hear(pair.far.answers.pop())
+    pull = pair.take(StartPull)
+    pair.copy(pull)
+    pair.pulled(pull)
+    pair.release()
+    pair.finished(name, 5 * SIZE)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_gives_up_before_a_promotion_has_ended_is_lent_nothing(leaves: bool):
+    pair = Pair(far_tier=60)
+    pair.far.demote(PROMPT)
+    pair.near.start(PROMPT, [pair.source(20)])
+    ask, lender = pair.ask(), pair.far.core.sharing.lender
+    lender.lend("near", ask.name, ask.token_ids, ask.namespace, pair.far.now)
+    lender.disconnect("near") if leaves else lender.cancel("near", ask.name)
+    pair.far.copied()
+    pair.far.turn()
+    assert [answer.reason for answer in pair.far.answers] == ([] if leaves else ["CANCELLED"])
+    assert pair.far.idle

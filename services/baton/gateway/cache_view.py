@@ -1,4 +1,4 @@
-"""A gateway's view of one node's prefix tree and load. Pure; the clock is passed in."""
+"""A gateway's view of one node's prefix trees and load. Pure; the clock is passed in."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class CacheView:
         """When the last update came."""
         self._max_pages = max_pages
         self._held: set[int] = set()
+        self._in_host: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held) + len(self._in_host)
 
     def apply(self, update: cache_pb2.CacheUpdate, now: float) -> None:
         """Applies an update. Raises Gap, having forgotten everything, if it does not fit."""
@@ -45,8 +46,11 @@ class CacheView:
             raise Gap(f"an update after {given}, with pages of {update.page_size} tokens, to {known}")
         if update.snapshot:
             self._held.clear()
+            self._in_host.clear()
         self._held.difference_update(update.removed)
-        self._held.update(update.stored[: max(0, self._max_pages - len(self._held))])
+        self._in_host.difference_update(update.host_removed)
+        self._held.update(update.stored[: max(0, self._max_pages - len(self))])
+        self._in_host.update(update.host_stored[: max(0, self._max_pages - len(self))])
         self.incarnation, self.sequence = update.incarnation, update.sequence
         self.page_size = update.page_size
         self.load, self.heard = update.load, now
@@ -55,19 +59,24 @@ class CacheView:
         self.incarnation = self.sequence = self.page_size = 0
         self.load = None
         self._held.clear()
+        self._in_host.clear()
 
     def fresh_load(self, now: float) -> node_pb2.Load | None:
         return self.load if now - self.heard <= FRESH_SECONDS else None
 
-    def cached(self, prompt: PromptPages) -> int:
-        """Number of leading tokens of the prompt that the node's tree holds. O(pages found)."""
-        if not self._held:
-            return 0
+    def cached(self, prompt: PromptPages) -> tuple[int, int]:
+        """Leading tokens of the prompt that the node's pool holds, and those that it would hold once what its
+        host tier has were copied there. O(pages found)."""
+        if not len(self):
+            return 0, 0
         digests = prompt.digests(self.page_size)
-        found = 0
-        while found < digests.pages and digests[found] in self._held:
+        here = 0
+        while here < digests.pages and digests[here] in self._held:
+            here += 1
+        found = here
+        while found < digests.pages and (digests[found] in self._in_host or digests[found] in self._held):
             found += 1
-        return found * self.page_size
+        return here * self.page_size, found * self.page_size
 
 
 class PromptPages:

@@ -15,7 +15,9 @@ class NodeLoad:
 
     address: str
     cached: int = 0
-    """Leading tokens of this prompt that its prefix tree holds."""
+    """Leading tokens of this prompt that its prefix trees hold."""
+    promotion: float = 0.0
+    """Seconds to copy those of them to its pool that only its host tier has."""
     queued_tokens: int = 0
     """Prompt tokens still to compute, including those of requests just sent to it."""
     rows: int = 0
@@ -42,6 +44,8 @@ class NodeLoad:
     """Step cost; None: not known."""
     pull: PullCost = field(default=PullCost())
     """Cost of pulls (decode)."""
+    borrow: PullCost | None = None
+    """Cost of pulls out of other nodes' prefix trees; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from baton.gateway.cache_view import CacheView, PromptPages
 from baton.gateway.node_load import NodeLoad, NodeWork, SentLoad
@@ -81,7 +82,19 @@ def prefill_seconds(node: NodeLoad, tokens: int, rate: float) -> float:
     """Predicted seconds until a prompt of `tokens` tokens would be computed there. rate: tokens per second
     for a node without a measured rate."""
     left = max(1, tokens - node.cached)
-    return (node.queued_tokens + left) / (node.prompt_rate or rate) + _for_room(node)
+    return (node.queued_tokens + left) / (node.prompt_rate or rate) + node.promotion + _for_room(node)
+
+
+def with_borrowed(node: NodeLoad, most: int) -> NodeLoad:
+    """The node as if it held `most` leading tokens, which another one holds, if it gets them sooner than it
+    computes them."""
+    more = most - node.cached
+    if node.borrow is None or more <= 0 or not node.prompt_rate:
+        return node
+    seconds = node.borrow.seconds(more)
+    if seconds >= more / node.prompt_rate:
+        return node
+    return replace(node, cached=most, promotion=node.promotion + seconds)
 
 
 def decode_seconds(node: NodeLoad, tokens: int) -> float:
@@ -89,7 +102,7 @@ def decode_seconds(node: NodeLoad, tokens: int) -> float:
     there."""
     pull = max(0, tokens - node.cached) / PULL_RATE
     rows = STEPS_PER_ROW * node.rows * (node.step or DEFAULT_STEP)
-    return node.wait + pull + rows + _for_room(node)
+    return node.wait + pull + node.promotion + rows + _for_room(node)
 
 
 def _for_room(node: NodeLoad) -> float:
@@ -149,7 +162,7 @@ class Router:
         node = self._nodes.get(address) or _RoutedNode()
         view, sent = node.view, node.sent
         guess = len(prompt.tokens) if address == preferred else 0
-        cached = view.cached(prompt) if view.page_size else guess
+        here, cached = view.cached(prompt) if view.page_size else (guess, guess)
         load = view.fresh_load(self.clock())
         if load is None:
             work = sent.work(others=False)
@@ -162,13 +175,16 @@ class Router:
                 context_tokens=work.context_tokens,
             )
         work = sent.work()
+        if load.host_token_seconds * load.prompt_tokens_per_second >= 1:
+            cached = here  # it computes them sooner
         return NodeLoad(
             address,
             cached=cached,
+            promotion=(cached - here) * load.host_token_seconds,
             queued_tokens=work.tokens,
             rows=work.rows,
             free_pages=load.available_pages,
-            needed_pages=-(-(len(prompt.tokens) - cached) // view.page_size),
+            needed_pages=-(-(len(prompt.tokens) - here) // view.page_size),
             wait=load.wait_ms / 1000,
             step=load.step_us / 1e6,
             prompt_rate=float(load.prompt_tokens_per_second),
@@ -178,6 +194,9 @@ class Router:
             step_tokens=load.step_tokens,
             cost=_step_cost(load),
             pull=PullCost(load.pull_cost.fixed, load.pull_cost.token),
+            borrow=PullCost(load.borrow_cost.fixed, load.borrow_cost.token)
+            if load.HasField("borrow_cost")
+            else None,
         )
 
 
@@ -218,7 +237,7 @@ class RequestRouting:
         return pick_decode(self._router.policy, nodes, tokens, self._number, self._preferred_decode)
 
     def order_prefill(self, addresses: Sequence[str]) -> list[str]:
-        nodes = self._look(addresses, self._preferred_prefill)
+        nodes = [self._expected(node) for node in self._look(addresses, self._preferred_prefill)]
         tokens = len(self._prompt.tokens)
         return order_prefill(self._router.policy, nodes, tokens, self._number, self._preferred_prefill)
 
@@ -226,6 +245,11 @@ class RequestRouting:
         nodes = [self._router.load_of(address, self._prompt, preferred) for address in addresses]
         self._loads |= {node.address: node for node in nodes}
         return nodes
+
+    def _expected(self, node: NodeLoad) -> NodeLoad:
+        """With what it is expected to borrow from the others."""
+        known = [each for each in self._loads.values() if self._router.view(each.address).incarnation]
+        return with_borrowed(node, max((each.cached for each in known), default=0))
 
     def sources(self, decode: str, prefill: Sequence[str]) -> list[common_pb2.PromptSource]:
         """Nodes that hold more of the prompt than one that may compute it (`decode`, or the first of
@@ -244,16 +268,20 @@ class RequestRouting:
 
     def _uncached(self, address: str) -> int:
         """Tokens of the prompt that the node is predicted to compute."""
-        return max(0, len(self._prompt.tokens) - self._loads[address].cached)
+        return max(0, len(self._prompt.tokens) - self._expected(self._loads[address]).cached)
 
     def decide(
         self, split: Split, decode: str, prefill: Sequence[str], hand_off: bool | None = None
     ) -> int | None:
         """DecodeStart.local_prefill_tokens for an attempt at this decode node, with this order of prefill
         nodes. hand_off: the client's choice."""
-        there = self._loads[prefill[0]] if prefill else None
-        self._decision = split.decide(self._loads[decode], there, len(self._prompt.tokens), hand_off)
-        return self._decision.limit
+        there = self._expected(self._loads[prefill[0]]) if prefill else None
+        own, tokens = self._loads[decode], len(self._prompt.tokens)
+        self._decision = decision = split.decide(self._expected(own), there, tokens, hand_off)
+        if decision.limit is None or not decision.local:
+            return decision.limit
+        # The node counts what it will borrow among what it has to compute.
+        return max(decision.limit, tokens - own.cached)
 
     def sent(self, decode: str, prefill: Sequence[str]) -> None:
         """The attempt has been sent."""

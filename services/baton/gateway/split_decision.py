@@ -64,7 +64,7 @@ def predict_local(prompt: int, decode: NodeLoad) -> Prediction:
     rows = _rows(cost, decode)
     room = max(1, decode.step_tokens - decode.running)
     steps = math.ceil((decode.queued_tokens + uncached) / room)
-    first = steps * rows + cost.token * decode.queued_tokens + own
+    first = steps * rows + cost.token * decode.queued_tokens + own + decode.promotion
     return Prediction(first, gap=0.0, step=_next(cost, decode), others=decode.running * own)
 
 
@@ -77,7 +77,7 @@ def predict_split(prompt: int, decode: NodeLoad, prefill: NodeLoad) -> Predictio
     step_wait = _rows(cost, decode) / 2 if decode.running else 0.0
     last = min(max(0, prompt - decode.cached), prefill.step_tokens or prompt)
     gap = decode.pull.seconds(last) + step_wait
-    return Prediction(computed + step_wait, gap, step=_next(cost, decode), others=0.0)
+    return Prediction(prefill.promotion + computed + step_wait, gap, step=_next(cost, decode), others=0.0)
 
 
 def local_limit(prompt: int, decode: NodeLoad, prefill: NodeLoad, bias: float = 0.0) -> int:

@@ -94,6 +94,8 @@ class HostTier:
         self._first = first
         self._copier = copier
         self.pays = pays
+        self.page_seconds = 0.0
+        """Measured, to copy a page to the first pool."""
         self._numbers = counter(1)
         self._running: dict[int, TierCopy] = {}
         self._demotion: TierCopy | None = None

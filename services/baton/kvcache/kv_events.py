@@ -94,6 +94,10 @@ class Removed:
     rows: tuple[int, ...]
 
 
+POOL, HOST = 0, 1
+"""Tiers: the pool that steps use, and the one in the host's memory."""
+
+
 class TreeEvents:
     """A tree's observer: keeps events until `take`, which another thread may call."""
 
@@ -127,67 +131,78 @@ class TreeEvents:
 @dataclass(frozen=True, slots=True)
 class TreeChanges:
     """From the state after change `after` to that after `sequence`: digests, none of them in both. snapshot:
-    `stored` is all there is."""
+    `stored` is all there is; `host_stored` in the host tier."""
 
     after: int
     sequence: int
     stored: tuple[int, ...]
     removed: tuple[int, ...] = ()
     snapshot: bool = False
+    host_stored: tuple[int, ...] = ()
+    host_removed: tuple[int, ...] = ()
 
 
 class TreeLog:
-    """What a tree holds, by digest, after each of its changes, and the last of these. One change is one page
-    index that came or went; that a window group has given its page up is no change."""
+    """What a worker's trees hold, by digest, after each of their changes, and the last of these. One change
+    is one page index that came to a tier or went; that a window group has given its page up is no change."""
 
     def __init__(self, page_size: int, limit: int = MAX_CHANGES) -> None:
         self.page_size = page_size
         self.sequence = 0
         """Number of the last change. Never falls, also by `clear`."""
-        self._held: dict[int, bytes] = {}
-        """By the row's id."""
-        self._log: deque[tuple[int, bool]] = deque(maxlen=limit)
-        """Digest, and whether it came."""
+        self._held: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
+        """Of each tier, by the row's id."""
+        self._log: deque[tuple[int, int, bool]] = deque(maxlen=limit)
+        """Tier, digest, and whether it came."""
 
-    def apply(self, event: Stored | Removed) -> None:
+    def apply(self, event: Stored | Removed, tier: int = POOL) -> None:
+        held = self._held[tier]
         if isinstance(event, Stored):
-            last = (
-                root_digest(self.page_size, event.namespace)
-                if event.after is None
-                else self._held[event.after]
-            )
+            last = root_digest(self.page_size, event.namespace) if event.after is None else held[event.after]
             stride = len(event.key) // len(event.rows)
             for index, row in enumerate(event.rows):
                 last = next_digest(last, event.key[index * stride : (index + 1) * stride])
-                self._held[row] = last
-                self._note(last, came=True)
+                held[row] = last
+                self._note(tier, last, came=True)
         else:
             for row in event.rows:
-                self._note(self._held.pop(row), came=False)
+                self._note(tier, held.pop(row), came=False)
 
-    def _note(self, digest: bytes, came: bool) -> None:
+    def _note(self, tier: int, digest: bytes, came: bool) -> None:
         self.sequence += 1
-        self._log.append((as_number(digest), came))
+        self._log.append((tier, as_number(digest), came))
 
     def clear(self) -> None:
-        """The whole tree is reported again. Watchers get a snapshot."""
+        """All is reported again. Watchers get a snapshot."""
         self.sequence += 1
-        self._held.clear()
+        for held in self._held:
+            held.clear()
         self._log.clear()
 
     def since(self, sequence: int | None) -> TreeChanges:
         """All changes after this one, or a snapshot where they are not remembered. None: from nothing."""
         behind = self.sequence - sequence if sequence is not None else -1
         if sequence is None or not 0 <= behind <= len(self._log):
-            held = tuple(as_number(digest) for digest in self._held.values())
-            return TreeChanges(0, self.sequence, held, snapshot=True)
+            pool, host = (tuple(map(as_number, held.values())) for held in self._held)
+            return TreeChanges(0, self.sequence, pool, snapshot=True, host_stored=host)
         # What came and went, or went and came back, is no change: the last word on each digest counts where
         # it differs from what there was before, which is the opposite of the first word.
-        first: dict[int, bool] = {}
-        last: dict[int, bool] = {}
-        for digest, came in islice(self._log, len(self._log) - behind, None):
-            first.setdefault(digest, came)
-            last[digest] = came
-        stored = tuple(d for d, came in last.items() if came and first[d])
-        removed = tuple(d for d, came in last.items() if not came and not first[d])
-        return TreeChanges(sequence, self.sequence, stored, removed)
+        first: dict[tuple[int, int], bool] = {}
+        last: dict[tuple[int, int], bool] = {}
+        for tier, digest, came in islice(self._log, len(self._log) - behind, None):
+            first.setdefault((tier, digest), came)
+            last[tier, digest] = came
+        found: dict[tuple[int, bool], list[int]] = {
+            (t, came): [] for t in (POOL, HOST) for came in (True, False)
+        }
+        for (tier, digest), came in last.items():
+            if came == first[tier, digest]:
+                found[tier, came].append(digest)
+        return TreeChanges(
+            sequence,
+            self.sequence,
+            tuple(found[POOL, True]),
+            tuple(found[POOL, False]),
+            host_stored=tuple(found[HOST, True]),
+            host_removed=tuple(found[HOST, False]),
+        )

@@ -1,4 +1,4 @@
-"""Serves Cache: a worker's prefix tree and load, watched (the shell around kvcache.kv_events) and lent
+"""Serves Cache: a worker's prefix trees and load, watched (the shell around kvcache.kv_events) and lent
 (worker.sources)."""
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from baton.kvcache.kv_events import TreeEvents, TreeLog
+from baton.kvcache import KvCacheManager
+from baton.kvcache.kv_events import HOST, POOL, TreeEvents, TreeLog
 from baton.rpc.errors import BatonError, abort, exhausted, unavailable
 from baton.rpc.tasks import wait_at_most
 from baton.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2
@@ -31,15 +32,15 @@ MAX_WATCHERS = 256
 
 
 class CacheServicer(cache_pb2_grpc.CacheServicer):
-    """Follows the tree while somebody watches. Lives on the event loop; the step thread only notes what
+    """Follows the trees while somebody watches. Lives on the event loop; the step thread only notes what
     happens, and digests are computed here."""
 
     def __init__(self, node: WorkerNode[Any], borrowers: CallerStreams[LeaseStream]) -> None:
         self._node = node
         self._borrowers = borrowers
         self._log: TreeLog | None = None
-        self._events: TreeEvents | None = None
-        """None: the tree is not followed."""
+        self._events: dict[int, TreeEvents] = {}
+        """Of each tier's tree; none: they are not followed."""
         self._watchers = 0
         self._linger: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
@@ -90,22 +91,28 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     def _follow(self) -> TreeLog:
         """The log, up to now."""
         log = self._log = self._log or TreeLog(self._node.layout.page_size)
-        if self._events is None or self._events.overflown:
+        if not self._events or any(events.overflown for events in self._events.values()):
             log.clear()
-            self._observe(TreeEvents())
-        assert self._events is not None
-        while (event := self._events.take()) is not None:
-            log.apply(event)
+            self._observe({tier: TreeEvents() for tier in (POOL, HOST)})
+        for tier, events in self._events.items():
+            while (event := events.take()) is not None:
+                log.apply(event, tier)
         return log
 
     def _leave(self) -> None:
         assert self._log is not None
         self._log.clear()
-        self._observe(None)
+        self._observe({})
 
-    def _observe(self, events: TreeEvents | None) -> None:
+    def _observe(self, events: dict[int, TreeEvents]) -> None:
         self._events = events
-        self._node.steps.call(lambda core, now: core.scheduler.cache.observe(events))
+
+        def observe(cache: KvCacheManager) -> None:
+            cache.observe(events.get(POOL))
+            if cache.tier is not None:
+                cache.tier.cache.observe(events.get(HOST))
+
+        self._node.steps.call(lambda core, now: observe(core.scheduler.cache))
 
     def close(self) -> None:
         """Ends all streams."""

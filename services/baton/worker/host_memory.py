@@ -76,8 +76,7 @@ class HostMemory:
             for up, name in ((True, "promotions"), (False, "demotions"))
         ]
         self._threads.append(threading.Thread(target=self._grow, name="baton-host-memory", daemon=True))
-        self.page_seconds = self._measure()
-        """Measured, to copy a page to the pool."""
+        self.tier.page_seconds = self._measure()
 
     def start(self, report: Report, cost: Callable[[], StepCost]) -> None:
         """`cost`: of steps, now."""
@@ -98,7 +97,7 @@ class HostMemory:
     def _pays(self, cost: Callable[[], StepCost], cached: int, tokens: int, pages: int) -> bool:
         count = tokens - cached
         load = StepLoad(prefill_tokens=count, attention_pairs=chunk_pairs(cached, count))
-        return pages * self.page_seconds < cost().seconds(load)
+        return pages * self.tier.page_seconds < cost().seconds(load)
 
     # --- copies -----------------------------------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class HostMemory:
             self._report(partial(self._ready, pages))
         seconds = round(time.monotonic() - began, 1)
         _log.info(
-            "host memory ready", pages=total, page_ms=round(1000 * self.page_seconds, 3), seconds=seconds
+            "host memory ready", pages=total, page_ms=round(1000 * self.tier.page_seconds, 3), seconds=seconds
         )
 
     def _ready(self, pages: range) -> None:

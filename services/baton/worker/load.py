@@ -59,6 +59,7 @@ def add_tier(load: node_pb2.Load, tier: HostTier) -> None:
     load.host_pages.CopyFrom(node_pb2.PageCounts(**asdict(tier.cache.counts())))
     load.demoted_pages, load.promoted_pages = tier.counters.demoted_pages, tier.counters.promoted_pages
     load.promotions, load.dropped_copies = tier.counters.promotions, tier.counters.dropped
+    load.host_token_seconds = tier.page_seconds * len(tier.cache.groups) / tier.cache.page_size
 
 
 def add_step_cost(load: node_pb2.Load, stats: StepStats) -> None:
@@ -71,6 +72,9 @@ def add_step_cost(load: node_pb2.Load, stats: StepStats) -> None:
 def add_sharing(load: node_pb2.Load, sharing: CacheSharing) -> None:
     counters = sharing.borrower.counters
     load.borrowed_pages, load.lent_pages = counters.pulled_pages, sharing.lender.lent_pages
+    if sharing.borrower.able:
+        cost = sharing.borrower.cost
+        load.borrow_cost.CopyFrom(node_pb2.PullCost(fixed=cost.fixed, token=cost.token))
     load.borrow_failures.update(dict(counters.retries))  # copied in one call: see decode.shell
 
 
@@ -101,8 +105,9 @@ def cache_updates(
     """For a watcher that knows the log up to this change; None: it knows nothing. A large tree takes several,
     and before the last of them its watcher knows no change."""
     changes = log.since(known)
-    for first in range(0, max(1, len(changes.stored)), STORED_PER_UPDATE):
-        last = first + STORED_PER_UPDATE >= len(changes.stored)
+    most = max(1, len(changes.stored), len(changes.host_stored))
+    for first in range(0, most, STORED_PER_UPDATE):
+        last = first + STORED_PER_UPDATE >= most
         yield cache_pb2.CacheUpdate(
             incarnation=incarnation,
             after=changes.after,
@@ -110,6 +115,8 @@ def cache_updates(
             snapshot=changes.snapshot and not first,
             stored=changes.stored[first : first + STORED_PER_UPDATE],
             removed=() if first else changes.removed,
+            host_stored=changes.host_stored[first : first + STORED_PER_UPDATE],
+            host_removed=() if first else changes.host_removed,
             page_size=log.page_size,
             load=load,
         )

@@ -102,7 +102,8 @@ class Borrower:
         self._meter = PullMeter()
         self._measured = 0.0
         """When something was last measured, on the recorder's clock."""
-        self._able = whole_in_pages(self._cache)
+        self.able = whole_in_pages(self._cache)
+        """Whether it ever borrows."""
 
     @property
     def counters(self) -> FetchCounters:
@@ -120,7 +121,7 @@ class Borrower:
         """The request's prompt may be borrowed from these workers, each asked once at most. `next_name`:
         makes a name for what is asked for."""
         each = list({source.address: source for source in sources}.values())
-        if each and self._able:
+        if each and self.able:
             self._wanted[request] = WantedPrompt(each, next_name)
             for source in each:
                 self.peers.setdefault(source.address, Peer(up=False, since=now))
@@ -139,6 +140,8 @@ class Borrower:
             return True
         if wanted.running is not None:
             return False
+        if self._promotes_first(leader):
+            return True
         cached = self._scheduler.cached_pages(leader)
         while wanted.sources:
             source = wanted.sources[0]
@@ -163,6 +166,16 @@ class Borrower:
             self.fetches.abandon(wanted.running)
             self._give_up(wanted.running)
 
+    def _promotes_first(self, leader: Sequence) -> bool:
+        """Whether pages come, or are now to come, out of this worker's own host tier. What that lacks is
+        asked for when they are here."""
+        if leader.promotion is not None:
+            return leader.promotion.running
+        cached, groups = self._scheduler.cached_pages(leader), len(self._cache.groups)
+        own, tier = self._scheduler.promotable(leader, cached), self._cache.tier
+        pull = self.cost.seconds((own - cached) * self._cache.page_size)
+        return tier is not None and own > cached and (own - cached) * groups * tier.page_seconds <= pull
+
     def _may_ask(self, source: PromptSource, peer: Peer) -> bool:
         same = peer.up and peer.incarnation == source.incarnation
         return same and source.address not in self.fetches.pulls.overdue
@@ -170,9 +183,13 @@ class Borrower:
     def _pays(self, begin: int, end: int) -> bool:
         """Whether to pull the tokens takes less time than to compute them, by what both have taken here."""
         saved = self._saved(begin, end)
+        return saved is None or self.cost.seconds(end - begin) < saved
+
+    @property
+    def cost(self) -> PullCost:
+        """Of borrowing, as it has been measured lately."""
         known = self._recorder.clock() - self._measured < KNOWN_SECONDS
-        cost = (self._meter.cost if known else None) or FIRST_COST
-        return saved is None or cost.seconds(end - begin) < saved
+        return (self._meter.cost if known else None) or FIRST_COST
 
     def _saved(self, begin: int, end: int) -> float | None:
         """Seconds that computing these positions takes."""

@@ -9,6 +9,7 @@ from baton.engine.scheduler import Scheduler
 from baton.handoff.lease import Lease, Leases
 from baton.handoff.messages import AttemptName, PrefillFailed
 from baton.kvcache import NO_PAGE, BlockTable, KvCacheManager
+from baton.kvcache.host_tier import TierCopy
 
 LEND_SECONDS = 30.0
 """Pages are lent for so long at most; a pull takes much less."""
@@ -35,6 +36,17 @@ class CacheLease(Lease):
         self.cache.release(self.holding, 0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AskedPrompt:
+    """Waits for pages of this worker's host tier, to be lent."""
+
+    holder: Hashable
+    name: AttemptName
+    tokens: Sequence[int]
+    namespace: str
+    promotion: TierCopy
+
+
 def whole_in_pages(cache: KvCacheManager) -> bool:
     """Whether pages hold all there is to know of their tokens, and any whole page may end a prefix."""
     return all(group.spec.kind in ("attention", "latent") for group in cache.groups)
@@ -51,12 +63,39 @@ class CacheLender:
         self.leases: Leases[CacheLease] = Leases(self._cache, grace=grace, max_pages=most)
         self.lent_pages = 0
         """Of leases that were released."""
+        self._asked: list[AskedPrompt] = []
 
     def lend(
         self, holder: Hashable, name: AttemptName, tokens: Sequence[int], namespace: str, now: float
     ) -> None:
-        """Lends the longest beginning of `tokens` that is cached, in whole pages, or says why not."""
+        """Lends the longest beginning of `tokens` that is cached, in whole pages, or says why not; once what
+        the host tier has of it is in the pool."""
         self._scheduler.cache_pending_prefixes()
+        promotion = self._promote(tokens, namespace) if whole_in_pages(self._cache) else None
+        if promotion is None:
+            self._lend(holder, name, tokens, namespace, now)
+        else:
+            self._asked.append(AskedPrompt(holder, name, tokens, namespace, promotion))
+
+    def _promote(self, tokens: Sequence[int], namespace: str) -> TierCopy | None:
+        cache, tier = self._cache, self._cache.tier
+        if tier is None:
+            return None
+        key, size = cache.encode(tokens), cache.page_size
+        cached = cache.match_length(key, namespace) // size
+        rows = tier.promotable(key, namespace, cached, len(tokens) // size)
+        room = self._scheduler.reservations.headroom
+        return tier.promote(key, namespace, rows, room) if rows > cached and room > 0 else None
+
+    def tick(self, now: float) -> None:
+        self.leases.tick(now)
+        for asked in [each for each in self._asked if not each.promotion.running]:
+            self._asked.remove(asked)
+            self._lend(asked.holder, asked.name, asked.tokens, asked.namespace, now)
+
+    def _lend(
+        self, holder: Hashable, name: AttemptName, tokens: Sequence[int], namespace: str, now: float
+    ) -> None:
         cache, size = self._cache, self._cache.page_size
         key = cache.encode(tokens)
         rows = cache.match_length(key, namespace) // size if whole_in_pages(cache) else 0
@@ -101,6 +140,13 @@ class CacheLender:
         self.leases.release(holder, name)
 
     def cancel(self, holder: Hashable, name: AttemptName) -> None:
-        lease = self.leases.cancel(holder, name)
-        if lease is not None:
-            self.leases.say_failed(lease, "CANCELLED", "CANCELLED", "cancelled by its holder")
+        waits = [each for each in self._asked if (each.holder, each.name) == (holder, name)]
+        for asked in waits:
+            self._asked.remove(asked)
+        if waits or self.leases.cancel(holder, name) is not None:
+            self._refuse(holder, name, "CANCELLED", "CANCELLED", "cancelled by its holder")
+
+    def disconnect(self, holder: Hashable) -> None:
+        """The holder's stream has ended: drops all that it holds or has asked for."""
+        self._asked = [each for each in self._asked if each.holder != holder]
+        self.leases.disconnect(holder)

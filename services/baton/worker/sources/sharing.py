@@ -57,7 +57,7 @@ class CacheSharing:
 
     def tick(self, now: float, blocked: bool) -> None:
         """`blocked`: whether work of this worker waits for pages."""
-        self.lender.leases.tick(now)
+        self.lender.tick(now)
         self.lender.leases.revoke_under_pressure(blocked, now)
         self.borrower.tick(now)
 

@@ -66,7 +66,7 @@ class CacheLending:
         stream.close()
 
     def drop(self, stream: LeaseStream) -> None:
-        self._node.steps.call(lambda core, _: core.sharing.lender.leases.disconnect(stream))
+        self._node.steps.call(lambda core, _: core.sharing.lender.disconnect(stream))
 
     def handle_command(self, request: prefill_pb2.PrefillRequest, stream: LeaseStream) -> None:
         kind, call = request.WhichOneof("kind"), self._node.steps.call
