@@ -117,7 +117,12 @@ def make(
         torch_name = "torch" if model.caches[0].parts == 2 else "torch-mla"
         backend = BACKENDS[kind if kind in ("fa3", "triton") else torch_name]
         runner = ModelRunner(
-            model, pool, max_slots=slots, prefill_attention=backend, decode_attention=backend
+            model,
+            pool,
+            max_slots=slots,
+            prefill_attention=backend,
+            decode_attention=backend,
+            draft_tokens=draft_tokens,
         )
     return runner, KvCacheManager(PageAllocator(num_pages), PrefixTree(page_size, groups=layout.groups))
 

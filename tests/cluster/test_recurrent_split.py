@@ -1,8 +1,10 @@
-"""Models with recurrent layers, through all processes: handed off, cached, forked, retracted, resumed."""
+"""Models with recurrent layers, through all processes: handed off, cached, forked, retracted, resumed; drafts
+are right seven times of ten."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 
 import pytest
@@ -14,6 +16,7 @@ from polling import until
 from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3_5TextConfig
 
 from baton.client import AsyncClient
+from baton.engine.draft.oracle import prompt_digest
 
 OUTPUT = 48
 LENGTHS = (15, 16, 17, 40, 63, 64, 65, 130)
@@ -63,7 +66,7 @@ def model(name):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, deployments, name, model):
+def pair(tmp_path_factory, deployments, name, model, expected):
     folder = tmp_path_factory.mktemp("recurrent")
     path = folder / "model"
     model.save_pretrained(path)
@@ -85,8 +88,12 @@ def pair(tmp_path_factory, deployments, name, model):
         decode=2,
         worker=flags,
         prefill_flags=("--kv-tokens", "4096", "--transports", "grpc,shm"),
-        decode_flags=(*decode, "--local-prefill-tokens", "2"),
+        decode_flags=(*decode, "--local-prefill-tokens", "2", "--draft", "suffix", "--draft-tokens", "5"),
     )
+    lines = [json.dumps({"prompt": prompt_digest(prompt), "tokens": tokens}) for prompt, tokens in expected]
+    (folder / "known").write_text("\n".join(lines))
+    for process in deployment.of("decode"):
+        process.prelude = f"import os\nos.environ['BATON_TEST_ORACLE'] = '{folder}/known:0.7'\n"
     with deployment:
         deployments.append(deployment)
         yield deployment
@@ -117,7 +124,10 @@ async def test_tokens_are_those_of_transformers(pair, expected, cached):
             assert found.usage.cached_tokens
     # What is retracted or cached may lack so little that the decode node computes it by itself.
     assert any(found.stats.prefill_address == pair.prefill.address for found in results)
-    assert sum(node.load().retractions for node in pair.of("decode"))
+    loads = [node.load() for node in pair.of("decode")]
+    assert sum(load.retractions for load in loads)
+    drafted, right = (sum(getattr(load, f) for load in loads) for f in ("drafted_tokens", "accepted_drafts"))
+    assert 0.1 * drafted < right < 0.9 * drafted
 
 
 async def test_streams_of_a_killed_node_go_on(pair, expected):

@@ -43,7 +43,7 @@ def random_plan(rng, number, tables):
             row.prompt_logprobs = rng.choice([None, (1, 2)])
             row.pooling = rng.choice([None, Pooling.LAST])
         elif rng.random() < 0.3:
-            row.drafts = (4, 5)
+            row.drafts, row.replay = rng.choice([((4, 5), 0), ((4, 5), 2), ((), 1)])
         rows.append(row)
     return StepPlan(number, tuple(rows), tuple(inits), rng.choice([(), ((1, 2), (3, 4))]))
 

@@ -98,15 +98,39 @@ def test_runs_read_the_state_before_and_write_the_state_behind():
     table = (7, 3, 9, 5)
     row = PlanRow(0, (0,) * 9, 2, ((), table))
     runs = state_runs(AttentionRows([row], 1, 9, longest=9), 1, PAGE, torch.device("cpu"))
-    assert [(r.first, r.tokens, int(r.reads), int(r.writes)) for r in runs] == [
-        (1, 2, 7, 7),
-        (3, 4, 7, 3),
-        (7, 3, 3, 9),
+    assert [(r.tokens, int(r.reads), int(r.writes)) for r in runs] == [
+        (slice(1, 3), 7, 7),
+        (slice(3, 7), 7, 3),
+        (slice(7, 10), 3, 9),
     ]
     singles = [PlanRow(slot, None, start, ((), table)) for slot, start in enumerate((0, 4, 7))]
     (run,) = state_runs(AttentionRows(singles, 0, 3), 1, PAGE, torch.device("cpu"))
     assert run.reads.tolist() == [7, 7, 3] and run.writes.tolist() == [7, 3, 3]
     assert run.begins.tolist() == [True, False, False]
+
+
+def test_drafts_are_kept_and_right_ones_replayed():
+    table = (7, 3, 9, 5)
+    rows = [
+        PlanRow(4, None, 5, ((), table), drafts=(1,)),
+        PlanRow(2, None, 10, ((), table), drafts=(1, 1), replay=2),
+        PlanRow(6, None, 7, ((), table), drafts=(1,)),
+    ]
+    plain, replaying, one, two = state_runs(
+        AttentionRows(rows, 3, 7, longest=3), 1, PAGE, torch.device("cpu")
+    )
+    assert plain.tokens.tolist() == [3, 8] and plain.slots is None and not plain.replay
+    assert plain.reads.tolist() == plain.writes.tolist() == [3, 3]
+    assert (replaying.tokens, replaying.replay, replaying.slots.tolist()) == (slice(5, 6), 2, [2])
+    # The state before the two drafts is that of the page before.
+    assert (replaying.reads.tolist(), replaying.writes.tolist()) == ([3], [9])
+    assert (one.tokens.tolist(), one.slots.tolist(), one.reads.tolist()) == ([4, 9], [4, 6], [3, 3])
+    assert (two.tokens, two.slots.tolist(), two.reads.tolist()) == (slice(6, 8), [2], [9])
+    assert one.writes is two.writes is None
+
+
+def test_no_draft_ends_a_page():
+    assert [State.most_drafts(first, PAGE) for first in range(5)] == [3, 2, 1, 0, 3]
 
 
 def test_a_page_holds_whole_states_and_pages_of_all_groups_have_as_many_bytes():

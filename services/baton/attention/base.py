@@ -24,6 +24,15 @@ class HostRow(Protocol):
     @property
     def tables(self) -> Sequence[Sequence[int]]: ...
 
+    @property
+    def slot(self) -> int: ...
+
+    @property
+    def drafts(self) -> Sequence[int]: ...
+
+    @property
+    def replay(self) -> int: ...
+
 
 @dataclass(slots=True)
 class AttentionRows:

@@ -2,42 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
 
-from baton.attention.base import AttentionRows
+from baton.attention.base import AttentionRows, HostRow
 from baton.layers.batch import StateRun
 from baton.layers.cache_spec import State
 
+Places = list[tuple[int, HostRow]]
+"""Rows, and the index in the step of each one's first token that is meant."""
+
 
 def state_runs(rows: AttentionRows, group: int, page_size: int, device: torch.device) -> list[StateRun]:
-    """The runs of these rows in a state group."""
+    """The runs of these rows in a state group: first the last tokens of sequences, then the drafts behind
+    them; prompts row by row."""
     assert rows.host is not None, "recurrent layers are in no CUDA graph"
-    if rows.longest == 1:
-        reads, writes, begins = [], [], []
-        for row in rows.host:
-            table, start = row.tables[group], row.start
-            writes.append(table[start // page_size])
-            reads.append(table[(start - 1) // page_size] if start else writes[-1])
-            begins.append(not start)
-        return [
-            StateRun(
-                rows.first,
-                rows.tokens,
-                len(reads),
-                torch.tensor(reads, device=device),
-                torch.tensor(writes, device=device),
-                torch.tensor(begins, device=device) if any(begins) else None,
-            )
-        ]
-    runs, first = [], rows.first
+    last: dict[int, Places] = {}
+    """By the number of drafts that go into the state before."""
+    drafted: dict[int, Places] = {}
+    """By their number."""
+    chunks: Places = []
+    at = rows.first
     for row in rows.host:
-        table = row.tables[group]
-        start = row.start
-        for end in State.stops(start, start + row.count, page_size):
-            write = table[(end - 1) // page_size]
-            read = table[(start - 1) // page_size] if start else write
-            places = torch.tensor([read, write], device=device)
-            begins_here = None if start else torch.ones(1, dtype=torch.bool, device=device)
-            runs.append(StateRun(first, end - start, 1, places[:1], places[1:], begins_here))
-            first, start = first + end - start, end
+        if row.count > 1 and not row.drafts:
+            chunks.append((at, row))
+        else:
+            last.setdefault(row.replay, []).append((at, row))
+        if row.drafts:
+            drafted.setdefault(len(row.drafts), []).append((at + 1, row))
+        at += row.count
+    runs = [_last_tokens(places, replay, group, page_size, device) for replay, places in last.items()]
+    runs += [_drafts(places, count, group, page_size, device) for count, places in drafted.items()]
+    for at, row in chunks:
+        runs += _chunk(at, row, group, page_size, device)
     return runs
+
+
+def _last_tokens(places: Places, replay: int, group: int, page_size: int, device: torch.device) -> StateRun:
+    """One token of each row."""
+    reads, writes, begins = [], [], []
+    for _, row in places:
+        table, before = row.tables[group], row.start - replay
+        writes.append(table[row.start // page_size])
+        reads.append(table[(before - 1) // page_size] if before else writes[-1])
+        begins.append(not before)
+    return StateRun(
+        _tokens([at for at, _ in places], device),
+        len(places),
+        torch.tensor(reads, device=device),
+        torch.tensor(writes, device=device),
+        torch.tensor(begins, device=device) if any(begins) else None,
+        _slots(places, device) if replay else None,
+        replay,
+    )
+
+
+def _drafts(places: Places, count: int, group: int, page_size: int, device: torch.device) -> StateRun:
+    """The drafts of rows, behind the state that their last tokens have just left."""
+    reads = [row.tables[group][row.start // page_size] for _, row in places]
+    return StateRun(
+        _tokens(list(chain.from_iterable(range(at, at + count) for at, _ in places)), device),
+        len(places),
+        torch.tensor(reads, device=device),
+        None,
+        slots=_slots(places, device),
+    )
+
+
+def _chunk(first: int, row: HostRow, group: int, page_size: int, device: torch.device) -> list[StateRun]:
+    """A run to each position behind which the state is kept."""
+    table, start, runs = row.tables[group], row.start, []
+    for end in State.stops(start, start + row.count, page_size):
+        write = table[(end - 1) // page_size]
+        read = table[(start - 1) // page_size] if start else write
+        pages = torch.tensor([read, write], device=device)
+        begins = None if start else torch.ones(1, dtype=torch.bool, device=device)
+        runs.append(StateRun(slice(first, first + end - start), 1, pages[:1], pages[1:], begins))
+        first, start = first + end - start, end
+    return runs
+
+
+def _tokens(places: Sequence[int], device: torch.device) -> slice | torch.Tensor:
+    if places[-1] - places[0] + 1 == len(places):
+        return slice(places[0], places[-1] + 1)
+    return torch.tensor(places, device=device)
+
+
+def _slots(places: Places, device: torch.device) -> torch.Tensor:
+    return torch.tensor([row.slot for _, row in places], device=device)

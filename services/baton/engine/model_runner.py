@@ -96,6 +96,8 @@ class ModelRunner:
         places = sorted(self._attention.places.items()) if kernels else []
         self._caches = [LayerCache(tables[group], pool.layer_pages(layer)) for layer, (group, _) in places]
         self._body = make_body(model, kernels, context, batch_invariant)
+        for module in model.recurrent if isinstance(model, Decoder) else ():
+            module.keep_drafts(max_slots, draft_tokens)
         sampler: Sampler | CudaSampler | None = None
         if model.shard.rank == 0:
             make = CudaSampler if kernels else Sampler

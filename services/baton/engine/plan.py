@@ -87,6 +87,9 @@ class PlanRow:
     drafts: tuple[int, ...] = ()
     """Only behind the slot's last token: guesses of the tokens that follow it. The row samples at each of its
     positions, and keeps what it samples up to the first token that is not the guess."""
+    replay: int = 0
+    """Where layers keep states: how many drafts of the slot's row before were right. They are part of `start`
+    and not yet of the states, which now take them in."""
 
     @property
     def count(self) -> int:

@@ -68,6 +68,8 @@ class Sequence:
     """The last launched step that uses its pages or its slot."""
     followers: list[Sequence] = field(default_factory=list)
     """For an admitted leader: the choices that will fork from its pages once the prompt is complete."""
+    replay: int = 0
+    """PlanRow.replay of its next row."""
     drafting: object = None
     """What the drafter keeps of it."""
     epoch: int = 0

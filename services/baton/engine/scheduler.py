@@ -66,9 +66,8 @@ class Scheduler(SchedulerState):
         self._route = route
         self._may_admit = may_admit
         self._ask_turn = ask_turn
-        # A rejected draft would stay in a state.
-        states = any(isinstance(group.spec, State) for group in cache.groups)
-        self._drafter = None if states else drafter
+        self._drafter = drafter
+        self._states = any(isinstance(group.spec, State) for group in cache.groups)
         self._drafted_step = 0
         """The last step with drafts. Until it is read nobody knows where its rows end."""
         self._ahead = 2 * config.token_budget
@@ -241,6 +240,8 @@ class Scheduler(SchedulerState):
             params.max_tokens - sequence.num_output - 1,
             config.token_budget // 2 - step.tokens - others - 1,
         )
+        if self._states:
+            most = min(most, State.most_drafts(sequence.computed + 1, self.cache.page_size))
         if most < 1 or sequence.num_output < params.min_tokens:
             return ()
         if sequence.request.grammar is not None and not config.draft_grammars:
@@ -304,6 +305,8 @@ class Scheduler(SchedulerState):
         sequence.unread -= 1 + record.drafts
         sequence.computed -= wrong
         sequence.retired -= wrong
+        if self._states and record.drafts:
+            sequence.replay = record.drafts - wrong
         for token, logprobs in row.sampled():
             self._take_token(sequence, token, logprobs)
         self.drafted_tokens += record.drafts

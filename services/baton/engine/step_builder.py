@@ -61,7 +61,8 @@ class StepBuilder:
         if not sequence.slot_ready:
             self._init_slot(sequence, sequence.tokens[-1])
         slot, tables = sequence.slot, sequence.holding.page_tables()
-        self._rows.append(PlanRow(slot, None, sequence.computed, tables, (slot,), drafts=drafts))
+        start, replay = sequence.computed, sequence.replay
+        self._rows.append(PlanRow(slot, None, start, tables, (slot,), drafts=drafts, replay=replay))
         end = sequence.computed + 1 + len(drafts)
         self.records.append(Record(sequence, sequence.epoch, end, (sequence,), len(drafts)))
         self.tokens += 1 + len(drafts)
@@ -96,7 +97,7 @@ class StepBuilder:
         if not self._rows and not copies:
             return None
         for record in self.records:
-            record.sequence.computed = record.end
+            record.sequence.computed, record.sequence.replay = record.end, 0
             record.sequence.last_step = self.number
             for sequence in record.targets:
                 sequence.last_step = self.number

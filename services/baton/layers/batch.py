@@ -13,20 +13,24 @@ from baton.layers.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class StateRun:
-    """Consecutive tokens of a step through which states go on: one token of each of several sequences, or
-    several of one."""
+    """Consecutive tokens of one sequence, or equally many of each of several, through which states go on."""
 
-    first: int
-    """Index in the step."""
-    tokens: int
+    tokens: slice | torch.Tensor
+    """Where they are in the step: int64 [rows * tokens of each]."""
     rows: int
     """Sequences."""
     reads: torch.Tensor
     """int64 [rows]: the pages that hold the states before the tokens; any page of a sequence that begins."""
-    writes: torch.Tensor
-    """int64 [rows]: where the states behind the tokens belong."""
-    begins: torch.Tensor | None
+    writes: torch.Tensor | None
+    """int64 [rows]: where the states behind the tokens belong. None: the tokens are drafts, of which nobody
+    knows yet whether they are right. Their inputs are kept for `slots`, until the step that finds out."""
+    begins: torch.Tensor | None = None
     """bool [rows]: nothing is before the tokens; None: of none."""
+    slots: torch.Tensor | None = None
+    """int64 [rows]: batch slots, where there are drafts or `replay`."""
+    replay: int = 0
+    """So many of the inputs that were kept for each slot go through the state first: right drafts of the
+    row before."""
 
 
 class StepAttention(Protocol):

@@ -139,6 +139,12 @@ class State(CacheSpec):
             borders.add((start // page_size + 1) * page_size)
         return sorted(border for border in borders if start < border <= end)
 
+    @staticmethod
+    def most_drafts(first: int, page_size: int) -> int:
+        """Drafts that a row may have from position `first` on. Right ones go into the state with the row that
+        follows: the last token of a page is none, as its state is then final."""
+        return page_size - 1 - first % page_size
+
     def peak(self, tokens: int, page_size: int, ahead: int) -> int:
         """Two that are kept, and two for each of two steps in flight."""
         return min(-(-tokens // page_size), 6)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.layers.attention import NONE, AttentionOptions
-from baton.layers.batch import Batch
+from baton.layers.batch import Batch, StateRun
 from baton.layers.cache_spec import State
 from baton.layers.linear import Linear
 
@@ -23,6 +23,13 @@ class RecurrentModule(ABC):
     output: Linear
     options: AttentionOptions = NONE
     rope: None = None
+    _most_drafts = (0, 0)
+    _drafted: torch.Tensor | None = None
+    """[slots, drafts, outputs of `project`]: what was projected of the drafts in each slot's last row."""
+
+    def keep_drafts(self, slots: int, drafts: int) -> None:
+        """Rows of these batch slots may have so many drafts."""
+        self._most_drafts = slots, drafts
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
@@ -35,18 +42,37 @@ class RecurrentModule(ABC):
     def _advance_all(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         projected = self.project(x)
         runs, tensors = batch.attention.states(self.index)
-        outputs = []
+        if self._drafted is None and self._most_drafts[1]:
+            self._drafted = projected.new_empty(*self._most_drafts, projected.shape[1])
+        outputs: torch.Tensor | None = None
         for run in runs:
             states = [tensor.index_select(0, run.reads) for tensor in tensors]
             if run.begins is not None:
                 for state in states:
                     state[run.begins] = 0  # what a page held before may be no number
-            part = projected[run.first : run.first + run.tokens]
-            out, after = self.advance(part.view(run.rows, -1, part.shape[1]), states)
+            part = projected[run.tokens].view(run.rows, -1, projected.shape[1])
+            if run.slots is not None:
+                assert self._drafted is not None, "nobody said that rows may have drafts"
+                if run.writes is None:
+                    self._drafted[run.slots, : part.shape[1]] = part
+                else:
+                    part = torch.cat((self._drafted[run.slots, : run.replay], part), 1)
+            out, after = self.advance(part, states)
+            self._write(run, tensors, after)
+            out = out[:, run.replay :].flatten(0, 1)
+            if len(runs) == 1:
+                return out
+            if outputs is None:
+                outputs = out.new_empty(len(x), out.shape[1])
+            outputs[run.tokens] = out
+        assert outputs is not None
+        return outputs
+
+    def _write(self, run: StateRun, tensors: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
+        """Drafts leave no trace."""
+        if run.writes is not None:
             for tensor, state in zip(tensors, after, strict=True):
                 tensor.index_copy_(0, run.writes, state)
-            outputs.append(out.flatten(0, 1))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> what `advance` takes, [tokens, outputs]"""

@@ -174,6 +174,11 @@ class Decoder:
         return [cache for layer in self._writing if (cache := layer.attention.cache) is not None]
 
     @property
+    def recurrent(self) -> list[RecurrentModule]:
+        modules = (layer.attention for layer in self.layers)
+        return [module for module in modules if isinstance(module, RecurrentModule)]
+
+    @property
     def mixtures(self) -> list[Mixture]:
         return [mixture for layer in self.layers if (mixture := layer.mixture) is not None]
 

@@ -247,8 +247,10 @@ class SimRunner:
         """Prompt and output, as far as sampled; None: without penalties."""
         self._matchers: list[SimMatcher | None] = [None] * max_slots
         self._passed: dict[tuple[int, int, int, int], bytes] = {}
-        """States that the last step has passed in a row whose logits are all wanted: by slot, group, head and
-        position."""
+        """States that the last step has passed in a row whose logits are all wanted, or that has drafts: by
+        slot, group, head and position."""
+        self._drafted: dict[tuple[int, int, int], list[bytes]] = {}
+        """By slot, group and head: the state that a row with drafts has left, and those behind each draft."""
 
     def launch(self, plan: StepPlan) -> SimLaunchedStep:
         if self.fail_next_launch:
@@ -338,7 +340,8 @@ class SimRunner:
 
     def _write(self, plan: StepPlan, row: PlanRow, tokens: Sequence[int]) -> None:
         size = self.pool.page_size
-        stops = State.stops(row.start, row.start + len(tokens), size)
+        known = row.start + len(tokens) - len(row.drafts)
+        stops = State.stops(row.start, known, size)
         states: dict[tuple[int, int], bytes] = {}
         for position, token in enumerate(tokens, row.start):
             if position == row.start or position % size == 0:
@@ -347,7 +350,7 @@ class SimRunner:
                         self._check_write(plan, table[position // size])
             for head in self._heads:
                 before = [
-                    states.get((group, head), b"") or self._read_state(head, table, position)
+                    states.get((group, head), b"") or self._state_before(row, group, head)
                     if window == STATE
                     else self._read(head, table, position + 1 - (window or 2), position)
                     for group, (table, window) in enumerate(zip(row.tables, self._windows, strict=True))
@@ -359,8 +362,12 @@ class SimRunner:
                         self.pool.write(table[position // size], offset, salted(head, written[group]))
                         continue
                     states[group, head] = written[group]
-                    if row.prompt_logprobs:
+                    if row.prompt_logprobs or row.drafts:
                         self._passed[row.slot, group, head, position] = written[group]
+                    if row.drafts:
+                        key = row.slot, group, head
+                        kept = self._drafted[key] if position > row.start else []
+                        self._drafted[key] = [*kept, written[group]]
                     if position + 1 in stops:
                         self._write_state(plan, head, table, position, written[group])
 
@@ -373,6 +380,14 @@ class SimRunner:
             raise Violation(f"state: there is no page for the state behind position {position}")
         self._check_write(plan, page)
         self.pool.write(page, head * self.pool.head_bytes, salted(head, state))
+
+    def _state_before(self, row: PlanRow, group: int, head: int) -> bytes:
+        """The state before a row's tokens: the pages', or what the drafts that were right make of it."""
+        state = self._read_state(head, row.tables[group], row.start - row.replay)
+        if not row.replay:
+            return state
+        before, *behind = self._drafted[row.slot, group, head]
+        return behind[row.replay - 1] if state == before else bytes(ENTRY_BYTES)
 
     def _read_state(self, head: int, table: Sequence[int], position: int) -> bytes:
         """The state before the token at `position`; empty at a sequence's beginning."""
@@ -401,8 +416,8 @@ class SimRunner:
         for group, (table, window) in enumerate(zip(row.tables, self._windows, strict=True)):
             if window != STATE:
                 yield self._read(head, table, 0 if window is None else end - window, end)
-            elif end < row.start + row.count:
-                yield self._passed[row.slot, group, head, end - 1]
+            elif (passed := self._passed.get((row.slot, group, head, end - 1))) is not None:
+                yield passed
             else:
                 yield self._read_state(head, table, end)
 

@@ -87,8 +87,7 @@ def make_scenario(seed: int) -> Scenario:
         windows += random.Random(f"gdn {seed}").choice((*[()] * 4, (STATE,), (STATE, STATE)))
     decode = tuple((config, replace(machine, windows=windows)) for config, machine in decode)
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
-    if STATE not in windows:  # rejected drafts would stay in states
-        decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
+    decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
     prefill, decode = _tiers(random.Random(f"slabs {seed}"), prefill, decode)
     expiries: list[Fault] = []
     if tight:

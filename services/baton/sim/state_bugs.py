@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.engine.plan import RowResult
 from baton.engine.request import Sequence
+from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_state import SchedulerState
+from baton.engine.step_builder import Record
 from baton.handoff.fetch import Fetch, Fetches
 from baton.handoff.messages import ChunkAnnounced
 from baton.kvcache import NO_PAGE, BlockTable, KvCacheManager
@@ -66,3 +69,27 @@ def _(vacate: Wrong, state: SchedulerState, sequence: Sequence) -> None:
     if holding is not None and sequence.retired:
         sequence.retired = min(len(sequence.tokens), len(holding) * state.cache.page_size)
     vacate(state, sequence)
+
+
+@bug("state-draft", "a rejected draft's update of a state stays", 50, Scheduler, "_commit_decode", seed=12)
+def _(commit: Wrong, scheduler: Scheduler, record: Record, row: RowResult) -> None:
+    commit(scheduler, record, row)
+    record.sequence.replay = record.drafts
+
+
+@bug("state-undrafted", "right drafts do not reach a state", 50, Scheduler, "_commit_decode", seed=12)
+def _(commit: Wrong, scheduler: Scheduler, record: Record, row: RowResult) -> None:
+    commit(scheduler, record, row)
+    record.sequence.replay = 0
+
+
+@bug(
+    "state-draft-border",
+    "a page ends with a draft, and its state is not final",
+    200,
+    State,
+    "most_drafts",
+    seed=123,
+)
+def _(most: Wrong, first: int, page_size: int) -> int:
+    return page_size

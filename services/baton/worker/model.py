@@ -79,11 +79,11 @@ def check_model(config: WorkerConfig, device: torch.device) -> None:
     named = config.batch_invariant or {config.prefill_attention, config.decode_attention} != {"auto"}
     if named and read_config(path, context, config.model_impl).implementation == "baton":
         attention_of(config, declared(path, dtype_of(config.dtype, device), context), device)
-    if config.tp == 1 and config.kv_dtype == "auto" and not config.most_drafts:
+    if config.tp == 1 and config.kv_dtype == "auto":
         return
     specs = cache_specs(read_config(path, implementation=config.model_impl))
     if any(isinstance(spec, State) for spec in specs):
-        raise failed_precondition("models with recurrent layers: leave out --tp, --kv-dtype and --draft")
+        raise failed_precondition("models with recurrent layers: leave out --tp and --kv-dtype")
     if (problem := indivisible(specs, config.tp, config.kv_dtype)) is not None:
         raise failed_precondition(problem)
     if config.tp == 1:

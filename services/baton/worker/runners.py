@@ -43,6 +43,7 @@ def make_runner(
             context_length=context_length,
             prefill_attention=prefill,
             decode_attention=decode,
+            draft_tokens=config.most_drafts,
         )
     if not config.batch_invariant and (reason := why_not_fused(model)) is not None:
         _log.info("the layers run as modules, in CUDA graphs", reason=reason)
