@@ -114,7 +114,7 @@ WRAPPERS = {
             vision_config={**BLOCKS, "deepstack_visual_indexes": [0]},
             text_config={**axes(mrope_interleaved=True), "head_dim": 16},
         ),
-        None,
+        "Qwen3VLForConditionalGeneration",
     ),
     "glm4v": (
         wrapper(

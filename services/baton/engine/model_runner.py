@@ -23,6 +23,7 @@ from baton.engine.batch import HostBatch, longest_first
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.device_slots import Changes, DeviceSlots
 from baton.engine.grammar_masks import MaskStats
+from baton.engine.images import ImageEncoder
 from baton.engine.launched_step import LaunchedStep, PendingSampling
 from baton.engine.plan import PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Sampler, prompt_logprobs
@@ -104,6 +105,7 @@ class ModelRunner:
             sampler = make(max_slots, self.vocab_size, self._device)
         self._sampler = sampler
         """Only rank 0 samples and has results."""
+        self._images = None if model.vision is None else ImageEncoder(model.vision)
         self._sampling = StepSampling(sampler, self._slots.last_token, model.communicator)
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
@@ -341,6 +343,11 @@ class ModelRunner:
             for part, at in zip(parts, [slice(0, single), slice(single, None)][single == 0 :], strict=False):
                 part.tables, part.lengths = tables[at].unbind(1), lengths[at]
                 part.starts = None if part.longest == 1 else starts
+        axes, embeddings = None, None
+        if any(row.images for row in host.rows):
+            if self._images is None or self._caches:
+                raise ValueError("images are computed by models with a vision tower, without kernels, only")
+            axes, embeddings = self._images.lanes(host, self._device)
         return Batch(
             self._tokens(ids, token_slots),
             positions,
@@ -350,6 +357,8 @@ class ModelRunner:
             self._slots.damage,
             None if every else wanted,
             few=single == len(host.rows),
+            axes=axes,
+            embeddings=embeddings,
         )
 
     def _eager(self, host: HostBatch, every: bool, launched: LaunchedStep) -> torch.Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ import numpy.typing as npt
 from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import CompiledGrammar
 from baton.step_cost import StepLoad, chunk_pairs
+
+if TYPE_CHECKING:
+    from baton.engine.images import ImageSpan
 
 Vector = npt.NDArray[np.float32]
 
@@ -90,6 +93,8 @@ class PlanRow:
     replay: int = 0
     """Where layers keep states: how many drafts of the slot's row before were right. They are part of `start`
     and not yet of the states, which now take them in."""
+    images: tuple[ImageSpan, ...] = ()
+    """All of the sequence's images; their pixels are not plain data."""
 
     @property
     def count(self) -> int:

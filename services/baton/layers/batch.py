@@ -62,6 +62,17 @@ class LayerCache(NamedTuple):
     """[pages, kv heads, parts, page_size, dim]"""
 
 
+@dataclass(frozen=True, slots=True)
+class InputEmbeddings:
+    """What tokens are embedded as in place of their ids' rows, such as those of images."""
+
+    at: torch.Tensor
+    """int64 [n]: indices of the tokens in the step."""
+    rows: torch.Tensor
+    """[1 + k, n, hidden]: the embeddings, and what is added to the hidden states behind each of the first k
+    layers (DeepStack: Meng et al., arXiv:2406.04334)."""
+
+
 @dataclass(slots=True)
 class Batch:
     """The tokens of all rows of a step, one row behind the other, those of one token first.
@@ -85,13 +96,19 @@ class Batch:
     """int [n]: the tokens whose final hidden states are wanted; None: all."""
     few: bool = False
     """Rows of one token, or with a few drafts."""
+    axes: torch.Tensor | None = None
+    """int [axes, tokens]: positions of the rotation, where an image has shifted them; None: `positions`. Not
+    with `caches`."""
+    embeddings: InputEmbeddings | None = None
+    """Not with `caches`."""
     _rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the positions, [tokens, 1, rotary dim] each; computed once a step."""
         found = self._rotations.get(id(rope))
         if found is None:
-            found = self._rotations[id(rope)] = rope.at(self.positions)
+            found = rope.at(self.positions) if self.axes is None else rope.at_axes(self.axes)
+            self._rotations[id(rope)] = found
         return found
 
     def where(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LayerCache]:

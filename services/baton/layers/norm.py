@@ -1,4 +1,4 @@
-"""Root mean square norm: Zhang and Sennrich, arXiv:1910.07467."""
+"""Root mean square norm: Zhang and Sennrich, arXiv:1910.07467; layer norm: Ba et al., arXiv:1607.06450."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self._shape, self.weight, self.eps)
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias over the last dimension."""
+
+    __slots__ = ("_bias", "_eps", "_shape", "_weight")
+
+    def __init__(self, parameters: Parameters, name: str, size: int, eps: float) -> None:
+        self._weight = parameters.tensor(f"{name}.weight", size, fill="ones")
+        self._bias = parameters.tensor(f"{name}.bias", size, fill="zeros")
+        self._shape, self._eps = (size,), eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self._shape, self._weight, self._bias, self._eps)
 
 
 def add_one(weight: torch.Tensor) -> torch.Tensor:

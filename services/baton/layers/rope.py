@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,16 @@ import torch
 class Rope:
     """Frequencies and scale of the rotation of the first `dim` values of a head."""
 
-    def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
+    def __init__(
+        self, frequencies: torch.Tensor, scale: float = 1.0, axes: torch.Tensor | None = None
+    ) -> None:
         """`frequencies`: radians per position of each of the dim / 2 pairs, float32; `scale` multiplies
-        cosine and sine."""
+        cosine and sine. `axes`: int [dim / 2], the axis of positions that turns each pair, where positions
+        may have several (time, height, width); text has the same on all."""
         self.frequencies = frequencies.to("cpu", torch.float32)
         self.scale = scale
         self.dim = 2 * len(frequencies)
+        self._axes = None if axes is None else torch.cat((axes, axes))
         self._table: torch.Tensor | None = None
         self._kernel_table: torch.Tensor | None = None
 
@@ -44,11 +48,19 @@ class Rope:
     def prepare(self, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         """Computes the table that `at` looks up."""
         self._table = self.table(positions, dtype, device)
+        self._axes = None if self._axes is None else self._axes.to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of int [tokens], each [tokens, 1, dim]."""
         assert self._table is not None
         cos, sin = self._table.index_select(0, positions).unsqueeze(2).unbind(1)
+        return cos, sin
+
+    def at_axes(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `at`, of int [axes, tokens]."""
+        assert self._table is not None and self._axes is not None
+        rows = positions.index_select(0, self._axes).t()  # [tokens, dim]
+        cos, sin = (part.gather(0, rows.long()).unsqueeze(1) for part in self._table.unbind(1))
         return cos, sin
 
 
@@ -74,6 +86,15 @@ def rope_of(hf: Any, context_length: int, layer_type: str | None = None) -> Rope
     # "dynamic" changes nothing within max_position_embeddings, and no context is longer.
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, None, seq_len=context_length, layer_type=layer_type)
     return Rope(frequencies, float(scale))
+
+
+def interleaved_axes(pairs: int, sections: Sequence[int]) -> torch.Tensor:
+    """Axis of each of a head's pairs, int64 [pairs], as Qwen3-VL interleaves them: time, height, width in
+    turn as long as `sections` (pairs of each axis) has some of an axis left, then time."""
+    axes = torch.zeros(pairs, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,9 @@ class ModelConfig:
     wrapper: str = ""
     """Name of the architecture whose language model this is, and whose other parts, such as a vision tower,
     are left out; empty: it is no part of another."""
+    whole: Any = None
+    """transformers' configuration of a model that takes more than text, where `hf` is that of its language
+    model alone."""
 
     @property
     def variant(self) -> str:
@@ -170,6 +173,7 @@ def _convert(hf: Any, path: Path, wanted_length: int | None, implementation: str
         used_length=min(wanted_length or most, most),
         embeds_only=embeds_only,
         wrapper=wrapper,
+        whole=hf,
     )
 
 

@@ -38,6 +38,8 @@ class LanguageModel(Protocol):
     """Communicator of the ranks that share the model; None: there is one."""
     heads: int
     """Attention heads of each layer, on this rank."""
+    vision: VisionTower | None
+    """Makes embeddings of images; None: the model sees none."""
 
     @property
     def num_parameters(self) -> int: ...
@@ -57,6 +59,18 @@ class LanguageModel(Protocol):
     def forward(self, batch: Batch) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class VisionTower(Protocol):
+    merge: int
+    """Patches of an image's height, and of its width, that make one token."""
+    patch: int
+    """Pixels of a patch's height and width."""
+
+    def encode(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """uint8 [height, width, 3] each -> of each `InputEmbeddings.rows`, [1 + k, tokens, hidden], its
+        tokens by rows of the image."""
+        ...
 
 
 class FeedForward(Protocol):
@@ -130,6 +144,7 @@ class Decoder:
             torch.tensor(embedding_scale).to(self.dtype).item() if embedding_scale else None
         )
         self._logit_softcap = logit_softcap
+        self.vision: VisionTower | None = None
         self._writing = [layer for layer in layers if layer.attention.cache is not None]
         assert [layer.attention.index for layer in self._writing] == list(range(len(self._writing)))
         size, hidden = config.vocab_size, config.hidden_size
@@ -245,9 +260,15 @@ class Decoder:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """-> final normalized hidden states [tokens, hidden]"""
-        hidden = self.embed(batch.tokens)
-        for layer in self.layers:
+        hidden, inputs = self.embed(batch.tokens), batch.embeddings
+        added: list[torch.Tensor] = []
+        if inputs is not None:
+            rows, *added = inputs.rows.unbind(0)
+            hidden = hidden.index_copy(0, inputs.at, rows)
+        for index, layer in enumerate(self.layers):
             hidden = layer(hidden, batch)
+            if inputs is not None and index < len(added):
+                hidden = hidden.index_add(0, inputs.at, added[index])
         return self.norm(hidden)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

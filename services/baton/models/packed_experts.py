@@ -25,9 +25,13 @@ def are_packed(files: Collection[SafetensorsFile]) -> bool:
 class PackedExperts:
     """A TensorFile that shows each expert's matrices under the names that published checkpoints have."""
 
-    def __init__(self, file: SafetensorsFile, model_type: str) -> None:
+    def __init__(self, file: SafetensorsFile, model_type: str, hidden: int = 0) -> None:
+        """`hidden`: the model's hidden size."""
         self.path, self._file = file.path, file
         self._mixtral = model_type == "mixtral"
+        self._turned: set[str] = set()
+        """Tensors whose matrices are stored as [in, out]: Qwen3-VL's, but where transformers 5 has saved
+        them."""
         self._of: dict[str, tuple[str, int, slice]] = {}
         """Name of an expert's matrix -> the tensor that holds it, number of the expert, rows."""
         self._shapes: dict[str, list[int]] = {}
@@ -39,7 +43,12 @@ class PackedExperts:
                 self._shapes[own], self._stored[own] = shape, name
                 continue
             parts = ("gate_proj", "up_proj") if match[3] == "gate_up_proj" else ("down_proj",)
-            count, rows, columns = shape[0], shape[1] // len(parts), shape[2]
+            count, outputs, columns = shape
+            inputs_first = outputs == hidden if len(parts) == 2 else columns == hidden
+            if model_type == "qwen3_vl_moe" and inputs_first and outputs != columns:
+                self._turned.add(name)
+                outputs, columns = columns, outputs
+            rows = outputs // len(parts)
             base = f"{match[1]}{'block_sparse_moe.experts' if self._mixtral else match[2]}"
             for at, part in enumerate(parts):
                 kind = _MIXTRAL[part] if self._mixtral else part
@@ -69,8 +78,9 @@ class PackedExperts:
                 together.setdefault((stored, expert), []).append((name, rows))
         for (stored, expert), parts in together.items():
             for _, _, tensor in self._file.read([stored], [stored], {stored: TensorSlice(0, ((expert, 1),))}):
+                both = tensor[0].t() if stored in self._turned else tensor[0]
                 for name, rows in parts:
-                    matrix = tensor[0, rows]
+                    matrix = both[rows]
                     yield name, 0, cuts[name].of(matrix) if name in cuts else matrix
 
     def sample(self, update: Callable[[bytes], None]) -> None:

@@ -12,9 +12,10 @@ from baton.models.config import ModelConfig, require_silu, window
 from baton.models.decoder import Decoder, FeedForward
 
 
-def build(config: ModelConfig, parameters: Parameters) -> Decoder:
+def build(config: ModelConfig, parameters: Parameters, rope: Rope | None = None) -> Decoder:
+    """`rope`: None: that of config.json."""
     require_silu(config)
-    return llama.llama_like(config, parameters, feed_forward, attention)
+    return llama.llama_like(config, parameters, feed_forward, attention, rope)
 
 
 def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
@@ -26,7 +27,8 @@ def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Fee
     hf, hidden, own = config.hf, config.hidden_size, parameters.under("mlp")
     if index in hf.mlp_only_layers or not hf.num_experts or (index + 1) % hf.decoder_sparse_step:
         return llama.feed_forward(config, parameters, index)
-    routing = Routing(hf.num_experts_per_tok, renormalize=hf.norm_topk_prob)
+    # Qwen3-VL always renormalizes, and its configuration does not say so.
+    routing = Routing(hf.num_experts_per_tok, renormalize=getattr(hf, "norm_topk_prob", True))
     return Mixture(
         MoeGate(own, "gate", hidden, hf.num_experts, routing),
         Experts(own.under("experts"), hf.num_experts, hidden, hf.moe_intermediate_size),

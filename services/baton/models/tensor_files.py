@@ -64,9 +64,11 @@ def tensor_files(path: Path) -> list[TensorFile]:
         return [QuantizedFile(file, where, format) for file in files]
     if any(name.endswith("_blocks") for file in files for name in file.shapes()):
         return [Mxfp4Tensors(file, files) for file in files]
-    kind = read_json(path / "config.json").get("model_type", "")
+    config = read_json(path / "config.json")
+    kind = config.get("model_type", "")
     if kind != "gpt_oss" and are_packed(files):  # whose own layout it is
-        return [PackedExperts(file, kind) for file in files]
+        hidden = config.get("text_config", config).get("hidden_size", 0)
+        return [PackedExperts(file, kind, hidden) for file in files]
     return [*files]
 
 

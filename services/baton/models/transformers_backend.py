@@ -172,6 +172,8 @@ class _Seen(NamedTuple):
 class TransformersModel:
     """A model of transformers with the interface of `Decoder`."""
 
+    vision = None
+
     def __init__(self, config: ModelConfig, model: Any) -> None:
         """Learns from a pass over two tokens how each layer attends. Raises ModelError for a model whose
         layers do not all attend to earlier positions through the interface."""

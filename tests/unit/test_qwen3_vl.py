@@ -1,0 +1,192 @@
+"""Qwen3-VL against transformers: embeddings of images, positions, logits and tokens, in any chunks."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from random_checkpoints import Driver
+from vision_models import IMAGE_TOKEN, processor, save_qwen3_vl
+
+from baton.engine.images import ImageSpan, rotary_positions
+
+SIZES = [(8, 8), (24, 40), (16, 8), (40, 16), (8, 32)]
+"""Heights and widths in pixels."""
+
+
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def saved(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    return path, save_qwen3_vl(path, experts=request.param == "experts")
+
+
+def picture(size, seed):
+    return np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+
+
+def prompt_of(parts, seed=0):
+    """Tokens and images of a prompt: numbers are lengths of text, pairs sizes of images."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, images = [], []
+    for part in parts:
+        if isinstance(part, int):
+            tokens += torch.randint(0, IMAGE_TOKEN, (part,), generator=generator).tolist()
+            continue
+        pixels = part if isinstance(part, np.ndarray) else picture(part, seed + len(images))
+        rows, columns = pixels.shape[0] // 8, pixels.shape[1] // 8
+        digest = hashlib.sha256(pixels.tobytes() + bytes(pixels.shape[:2])).digest()
+        images.append(ImageSpan(len(tokens), rows, columns, digest, pixels))
+        tokens += [IMAGE_TOKEN] * (rows * columns)
+    return tokens, tuple(images)
+
+
+def inputs_of(tokens, images):
+    """What transformers' model takes."""
+    ids = torch.tensor([tokens])
+    kinds = torch.zeros_like(ids)
+    for image in images:
+        kinds[0, image.start : image.end] = 1
+    made = processor()([image.pixels for image in images], return_tensors="pt", do_resize=False)
+    return {"input_ids": ids, "mm_token_type_ids": kinds, "attention_mask": torch.ones_like(ids), **made}
+
+
+def reference_logits(model, track, images):
+    with torch.inference_mode():
+        return model(**inputs_of(track.tokens, images), use_cache=False).logits[0]
+
+
+def run(driver, slot, tokens, images, chunks, count):
+    """A sequence alone: its prompt in chunks, then decode steps, `count` tokens in all."""
+    track = driver.add(slot, tokens, count)
+    for index, size in enumerate(chunks):
+        row = driver.chunk(track, size, sample=index == len(chunks) - 1)
+        row.images = images
+        driver.step([row], [] if index else [driver.init(track)])
+    for _ in range(count - 1):
+        row = driver.decode(track)
+        row.images = images
+        driver.step([row])
+    driver.finish()
+    return track
+
+
+def check(model, track, images):
+    logits = reference_logits(model, track, images)
+    for at, found in track.logits.items():
+        assert (found - logits[at - 1]).abs().max().item() < 1e-4
+
+
+def test_embeddings_of_images_are_those_of_transformers(saved):
+    path, model = saved
+    driver = Driver(path)
+    pictures = [picture(size, seed) for seed, size in enumerate(SIZES)]
+    made = processor()(pictures, return_tensors="pt", do_resize=False)
+    with torch.inference_mode():
+        wanted = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
+    got = driver.model.vision.encode([torch.from_numpy(each) for each in pictures])
+    assert len(got) == len(pictures)
+    for index, rows in enumerate(got):
+        expected = torch.stack((wanted.pooler_output[index], *(f[index] for f in wanted.deepstack_features)))
+        assert rows.shape == expected.shape
+        assert (rows - expected).abs().max().item() < 5e-5
+
+
+def test_positions_are_those_of_transformers_in_every_part_of_a_prompt(saved):
+    _, model = saved
+    tokens, images = prompt_of([3, (24, 40), 2, (40, 16), 1, (8, 8), 4])
+    given = inputs_of(tokens, images)
+    wanted = model.model.get_rope_index(
+        given["input_ids"], given["mm_token_type_ids"], given["image_grid_thw"]
+    )
+    wanted, shift = wanted[0][:, 0].numpy(), wanted[1].item()
+    for start in range(len(tokens)):
+        for end in range(start + 1, len(tokens) + 1):
+            assert (rotary_positions(images, start, end - start) == wanted[:, start:end]).all()
+    behind = rotary_positions(images, len(tokens) + 5, 3)
+    assert (behind == np.arange(3) + len(tokens) + 5 + shift).all()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [5, (24, 40), 7],
+        [(16, 8), 9],
+        [4, (24, 16), 1],
+        [3, (8, 8), 1, (24, 40), 1, (40, 16), 2, (8, 32), 1, (16, 8), 1, (8, 8), 1, (32, 8), 1, (16, 16), 6],
+    ],
+    ids=["between", "first", "last", "eight"],
+)
+def test_tokens_and_logits_are_those_of_transformers(saved, parts):
+    path, model = saved
+    tokens, images = prompt_of(parts)
+    track = run(Driver(path), 0, tokens, images, [len(tokens)], 64)
+    check(model, track, images)
+    made = model.generate(
+        **inputs_of(tokens, images), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0].tolist()
+    assert track.tokens == made
+
+
+def test_chunks_may_cut_images_anywhere(saved):
+    path, model = saved
+    tokens, images = prompt_of([3, (24, 40), 2, (16, 16), 3])
+    driver = Driver(path, num_pages=512)
+    for cut in range(1, len(tokens)):
+        check(model, run(driver, 0, tokens, images, [cut, len(tokens) - cut], 2), images)
+    check(model, run(driver, 0, tokens, images, [1] * len(tokens), 3), images)
+
+
+def test_rows_with_and_without_images_share_steps(saved):
+    path, model = saved
+    driver = Driver(path)
+    texts = [prompt_of([20], seed=5), prompt_of([3, (24, 40), 4], seed=6), prompt_of([2, (16, 8), 9], seed=7)]
+    tracks = [driver.add(slot, tokens, 6) for slot, (tokens, _) in enumerate(texts)]
+    for sizes in ([7, 6, 4], [13, 16, 9]):
+        rows = []
+        for track, (tokens, images), size in zip(tracks, texts, sizes, strict=True):
+            rows.append(driver.chunk(track, size, sample=track.computed + size == len(tokens)))
+            rows[-1].images = images
+        driver.step(rows, [driver.init(track) for track in tracks] if sizes[0] == 7 else [])
+    for _ in range(5):
+        rows = [driver.decode(track) for track in tracks]
+        for row, (_, images) in zip(rows, texts, strict=True):
+            row.images = images
+        driver.step(rows)
+    driver.finish()
+    for track, (_, images) in zip(tracks, texts, strict=True):
+        if images:
+            check(model, track, images)
+        else:
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([track.tokens]), use_cache=False).logits[0]
+            for at, found in track.logits.items():
+                assert (found - logits[at - 1]).abs().max().item() < 1e-4
+
+
+def test_one_pixel_makes_other_logits(saved):
+    path, _ = saved
+    pixels = picture((24, 40), 3)
+    other = pixels.copy()
+    other[5, 7, 1] ^= 0x40
+    driver = Driver(path)
+    tracks = []
+    for slot, each in enumerate((pixels, other)):
+        tokens, images = prompt_of([5, each, 7], seed=1)
+        tracks.append(run(driver, slot, tokens, images, [len(tokens)], 1))
+    first, second = (track.logits[len(tracks[0].tokens) - 1] for track in tracks)
+    assert (first - second).abs().max().item() > 1e-3
+
+
+@pytest.mark.thorough
+def test_experts_as_published_are_those_that_transformers_saves(tmp_path):
+    """Published files have each expert's matrices the other way round."""
+    from safetensors.torch import load_file, save_file
+
+    model = save_qwen3_vl(tmp_path, experts=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    turned = {n: t.transpose(1, 2).contiguous() if ".experts." in n else t for n, t in tensors.items()}
+    save_file(turned, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens, images = prompt_of([3, (16, 8), 4])
+    check(model, run(Driver(tmp_path), 0, tokens, images, [len(tokens)], 2), images)
