@@ -13,7 +13,7 @@ from baton.models.qwen3_vl_vision import Qwen3VLVisionTower
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     module = qwen3_moe if "Moe" in config.architecture else qwen3
-    decoder = module.build(config, parameters, _rope(config))
+    decoder: Decoder = module.build(config, parameters, _rope(config))
     vision = config.whole.vision_config
     decoder.vision = Qwen3VLVisionTower(vision, parameters.under("model.visual"))
     if vision.out_hidden_size != config.hidden_size:

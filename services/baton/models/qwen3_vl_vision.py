@@ -71,7 +71,7 @@ class Qwen3VLVisionTower:
             if (merger := self._deep.get(index)) is not None:
                 features.append(merger(hidden))
         rows = torch.stack((self._merger(hidden), *features))
-        return list(rows.split([count // self.merge**2 for count in counts], 1))
+        return list(torch.split(rows, [count // self.merge**2 for count in counts], 1))
 
     def _patches(self, image: torch.Tensor) -> torch.Tensor:
         """uint8 [height, width, 3] -> float32 [patches, 3 * frames * patch * patch], in the order of
@@ -136,7 +136,7 @@ class _Block:
         q, k = (apply_rope(part.float(), *rotation).to(x.dtype) for part in qkv[:, :2].unbind(1))
         attended = [
             F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in each))[0].transpose(0, 1)
-            for each in zip(*(part.split(list(counts)) for part in (q, k, qkv[:, 2])), strict=True)
+            for each in zip(*(torch.split(part, list(counts)) for part in (q, k, qkv[:, 2])), strict=True)
         ]
         x = self._output.add_to(x, torch.cat(attended).flatten(1))
         return self._down.add_to(x, self._activation(self._up(self._norm2(x))))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from baton.layers.batch import Batch
 from baton.layers.cache_spec import CacheSpec, attention_cache
 from baton.layers.tensor_parallel import ONE_RANK, Communicator
 from baton.models.config import ModelConfig, ModelError, first_line
+
+if TYPE_CHECKING:
+    from baton.models.decoder import VisionTower
 
 NAME = "baton"
 """Name of the attention function."""
@@ -172,7 +175,7 @@ class _Seen(NamedTuple):
 class TransformersModel:
     """A model of transformers with the interface of `Decoder`."""
 
-    vision = None
+    vision: VisionTower | None = None
 
     def __init__(self, config: ModelConfig, model: Any) -> None:
         """Learns from a pass over two tokens how each layer attends. Raises ModelError for a model whose
