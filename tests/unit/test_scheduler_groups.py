@@ -13,23 +13,25 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.kvcache import KvCacheManager, KvGroup, PageAllocator, PageCounts, PrefixTree
 from baton.kvcache.kv_groups import peak
-from baton.layers.cache_spec import attention_cache
-from baton.sim.model import SimLaunchedStep, SimPool, SimRunner, reference
+from baton.layers.cache_spec import State, attention_cache
+from baton.sim.model import STATE, SimLaunchedStep, SimPool, SimRunner, reference
 from baton.sim.scheduler_rules import check_scheduler
 
 SIZE = 4
 
 
 def groups_of(windows):
-    return tuple(KvGroup(attention_cache(window)) for window in windows)
+    """STATE is a group of states."""
+    specs = (State(((1,),)) if window == STATE else attention_cache(window) for window in windows)
+    return tuple(map(KvGroup, specs))
 
 
 class Engine:
-    def __init__(self, windows, pages, *, overlap=False, budget=8, rows=4, **config):
+    def __init__(self, windows, pages, *, overlap=False, budget=8, rows=4, size=SIZE, **config):
         self.windows = windows
         groups = groups_of(windows)
-        pool = SimPool(pages, SIZE)
-        self.cache = KvCacheManager(PageAllocator(pages, pool.generations), PrefixTree(SIZE, groups=groups))
+        pool = SimPool(pages, size)
+        self.cache = KvCacheManager(PageAllocator(pages, pool.generations), PrefixTree(size, groups=groups))
         limits = {"context_length": 1000, "output_margin": 4, **config}
         self.scheduler = Scheduler(self.cache, SchedulerConfig(token_budget=budget, max_rows=rows, **limits))
         self.runner = SimRunner(pool, rows, lambda flight: None, lambda plan, page: None, windows)

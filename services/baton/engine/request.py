@@ -49,6 +49,9 @@ class Sequence:
     """While it waits: its tokens, as the prefix tree compares them."""
     match: tuple[int, int] | None = None
     """While it waits: KvCacheManager.version, and how many of its pages were cached then."""
+    diverges: int = 0
+    """While its prompt is computed here: a page border up to which an earlier sequence had the same tokens. A
+    chunk ends there, which leaves a snapshot of the states for the next that does."""
     promotion: TierCopy | None = None
     """While it waits: the copy of its pages from the host tier. There is one at most."""
     phase: SequencePhase = SequencePhase.WAITING

@@ -67,7 +67,6 @@ class Scheduler(SchedulerState):
         self._may_admit = may_admit
         self._ask_turn = ask_turn
         self._drafter = drafter
-        self._states = any(isinstance(group.spec, State) for group in cache.groups)
         self._drafted_step = 0
         """The last step with drafts. Until it is read nobody knows where its rows end."""
         self._ahead = 2 * config.token_budget
@@ -240,7 +239,7 @@ class Scheduler(SchedulerState):
             params.max_tokens - sequence.num_output - 1,
             config.token_budget // 2 - step.tokens - others - 1,
         )
-        if self._states:
+        if self.cache.has_states:
             most = min(most, State.most_drafts(sequence.computed + 1, self.cache.page_size))
         if most < 1 or sequence.num_output < params.min_tokens:
             return ()
@@ -305,7 +304,7 @@ class Scheduler(SchedulerState):
         sequence.unread -= 1 + record.drafts
         sequence.computed -= wrong
         sequence.retired -= wrong
-        if self._states and record.drafts:
+        if self.cache.has_states and record.drafts:
             sequence.replay = record.drafts - wrong
         for token, logprobs in row.sampled():
             self._take_token(sequence, token, logprobs)

@@ -245,6 +245,9 @@ class SchedulerState:
         """Admits a waiting sequence and the choices that will fork from it. `reserved`: pages reserved.
         `holding`: the cached pages of a prompt computed here; None: it is computed elsewhere."""
         self.waiting.remove(leader)
+        leader.diverges = 0
+        if self.cache.has_states and holding is not None and leader.encoded is not None:
+            leader.diverges = self.cache.known_length(leader.encoded, leader.request.namespace)
         leader.encoded = leader.match = leader.promotion = None
         leader.holding = holding
         if holding is not None:

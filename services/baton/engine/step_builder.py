@@ -159,6 +159,8 @@ def divide_budget(
         end = sequence.computed + count
         if end < len(sequence.tokens) and end // page_size * page_size > sequence.computed:
             count = end // page_size * page_size - sequence.computed
+        if sequence.computed < sequence.diverges:
+            count = min(count, sequence.diverges - sequence.computed)
         if count:
             chunks.append((sequence, count))
     return chunks

@@ -23,6 +23,7 @@ from baton.kvcache.page_allocator import (
 )
 from baton.kvcache.prefix_tree import PrefixTree, TokenKey, TreeObserver
 from baton.kvcache.tree_node import PageRow, TreeNode
+from baton.layers.cache_spec import State
 
 if TYPE_CHECKING:
     from baton.kvcache.host_tier import HostTier
@@ -48,6 +49,7 @@ class KvCacheManager:
         self._windows = [(i, group) for i, group in enumerate(self.groups) if group.spec.rows_may_lack]
         self.has_windows = bool(self._windows)
         """Whether `drop` ever has anything to do."""
+        self.has_states = any(isinstance(group.spec, State) for group in self.groups)
         self.tier: HostTier | None = None
         """Keeps what this pool evicts; sets this itself."""
 
@@ -109,6 +111,10 @@ class KvCacheManager:
     def match_length(self, tokens: TokenKey, namespace: str = "", max_rows: int | None = None) -> int:
         """Tokens of `tokens` that `hold` would find, in whole pages; changes nothing."""
         return self._tree.match_length(tokens, namespace, max_rows) * self.page_size
+
+    def known_length(self, tokens: TokenKey, namespace: str = "") -> int:
+        """Tokens, in whole pages, with which an earlier sequence began; `hold` may find fewer of them."""
+        return self._tree.known_length(tokens, namespace) * self.page_size
 
     def matched(self, rows: int) -> int:
         """Pages that a holding has which was made with `rows` cached page indexes."""

@@ -115,6 +115,10 @@ class PrefixTree:
         rows = self._descend(self._root, self.encode(tokens, max_rows), namespace)[2]
         return self._windows.usable(rows, None) if self._has_windows else len(rows)
 
+    def known_length(self, tokens: TokenKey, namespace: str = "", max_rows: int | None = None) -> int:
+        """Rows that begin like `tokens`, usable or not; changes nothing."""
+        return len(self._descend(self._root, self.encode(tokens, max_rows), namespace)[2])
+
     def unlocked_rows(
         self, tokens: TokenKey, rows: int, namespace: str, after: TreeNode | None = None
     ) -> int:
