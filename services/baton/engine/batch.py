@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.plan import PlanRow
+from baton.kvcache.page_keys import is_placeholder
 
 Ints = npt.NDArray[np.int64]
 Lane = npt.NDArray[np.int32]
@@ -69,7 +70,7 @@ class HostBatch:
                 wanted_of[i] = len(ids)
                 ids += (-1, *row.drafts)
             else:
-                ids += row.tokens
+                ids += [0 if is_placeholder(t) else t for t in row.tokens] if row.images else row.tokens
                 wanted_of[i] = len(ids) - 1
             positions += range(row.start, row.start + counts[i])
             ends.append(len(ids))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.batch import HostBatch
+from baton.kvcache.page_keys import placeholder
 from baton.layers.async_copy import to_device
 from baton.layers.batch import InputEmbeddings
 from baton.models.decoder import VisionTower
@@ -35,6 +36,16 @@ class ImageSpan:
     @property
     def end(self) -> int:
         return self.start + self.rows * self.columns
+
+
+def with_placeholders(tokens: Sequence[int], images: Sequence[ImageSpan]) -> tuple[int, ...]:
+    """The prompt, in which each image's tokens name the image."""
+    found = list(tokens)
+    for image in images:
+        found[image.start : image.end] = [
+            placeholder(image.digest, index) for index in range(image.end - image.start)
+        ]
+    return tuple(found)
 
 
 def rotary_positions(images: Sequence[ImageSpan], start: int, count: int) -> npt.NDArray[np.int32]:

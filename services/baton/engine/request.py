@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from baton.engine.plan import Logprobs, Pooling, Vector
 from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import CompiledGrammar
 from baton.kvcache import BlockTable
 from baton.kvcache.host_tier import TierCopy
+from baton.kvcache.page_keys import is_placeholder
 from baton.tracing.recorder import EventKind
+
+if TYPE_CHECKING:
+    from baton.engine.images import ImageSpan
 
 
 class EngineFinishReason(Enum):
@@ -145,6 +150,8 @@ class EngineRequest:
     """A node was lost without a word while it may have been computing the request."""
     held: bool = field(init=False)
     """A suspect whose turn has not come; when there is room for it, it asks for its turn."""
+    images: tuple[ImageSpan, ...] = ()
+    """In the order of the prompt, whose tokens are placeholders (kvcache.page_keys) where they lie."""
     pooling: Pooling | None = None
     """An embedding is wanted: the prompt is computed, and no token is sampled. None: tokens are wanted."""
     pooled: Vector | None = None
@@ -156,6 +163,11 @@ class EngineRequest:
             sequence = Sequence(self, index, [*self.prompt, *(output or ())])
             sequence.phase = SequencePhase.WAITING if output is not None else SequencePhase.ENDED
             self.sequences.append(sequence)
+
+    @property
+    def text_tokens(self) -> tuple[int, ...]:
+        """The prompt without its images."""
+        return tuple(t for t in self.prompt if not is_placeholder(t)) if self.images else self.prompt
 
     @property
     def awaits_grammar(self) -> bool:

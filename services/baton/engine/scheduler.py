@@ -197,7 +197,7 @@ class Scheduler(SchedulerState):
         config, size = self.config, self.cache.page_size
         step = StepBuilder(self.step_number + 1)
         if self._drafter is not None:
-            going = [sequence for sequence in self.running if self._wants_token(sequence)]
+            going = [each for each in self.running if self._wants_token(each) and not each.request.images]
             self._drafter.prepare([(each, each.unread + config.draft_tokens) for each in going])
         # In the order of rank: a retraction relies on its victim having no row yet.
         for sequence in list(self.running):
@@ -244,6 +244,8 @@ class Scheduler(SchedulerState):
         if most < 1 or sequence.num_output < params.min_tokens:
             return ()
         if sequence.request.grammar is not None and not config.draft_grammars:
+            return ()
+        if sequence.request.images:  # which no drafter knows
             return ()
         # The drafter does not know the tokens in flight, and guesses them too.
         found = self._drafter.draft(sequence, sequence.unread + most)[sequence.unread :]

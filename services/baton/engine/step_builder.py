@@ -62,7 +62,9 @@ class StepBuilder:
             self._init_slot(sequence, sequence.tokens[-1])
         slot, tables = sequence.slot, sequence.holding.page_tables()
         start, replay = sequence.computed, sequence.replay
-        self._rows.append(PlanRow(slot, None, start, tables, (slot,), drafts=drafts, replay=replay))
+        images = sequence.request.images
+        row = PlanRow(slot, None, start, tables, (slot,), drafts=drafts, replay=replay, images=images)
+        self._rows.append(row)
         end = sequence.computed + 1 + len(drafts)
         self.records.append(Record(sequence, sequence.epoch, end, (sequence,), len(drafts)))
         self.tokens += 1 + len(drafts)
@@ -88,6 +90,7 @@ class StepBuilder:
             prompt_logprobs=wanted,
             prompt_top=(request.params.prompt_logprobs or 0) if wanted is not None else 0,
             pooling=request.pooling,
+            images=request.images,
         )
         self._rows.append(row)
         self.records.append(Record(sequence, sequence.epoch, end, targets))
@@ -116,7 +119,7 @@ class StepBuilder:
             slot=sequence.slot,
             params=request.params,
             seed=sequence.seed,
-            prompt=request.prompt if request.params.penalized else (),
+            prompt=request.text_tokens if request.params.penalized else (),
             output=tuple(sequence.tokens[len(request.prompt) :]),
             last_token=last_token,
             grammar=request.grammar,

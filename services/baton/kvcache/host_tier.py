@@ -9,7 +9,6 @@ reused meanwhile is dropped. Pure, for one thread.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count as counter
@@ -135,7 +134,7 @@ class HostTier:
             first.release(holding, 0)
             return None
         self.counters.promotions += 1
-        key = first.encode(tokens)[: rows * 4 * first.page_size]
+        key = first.encode(tokens)[: rows * first.row_bytes]
         return self._begin(True, namespace, key, holding, found)
 
     # --- demotion ---------------------------------------------------------------------------------------
@@ -171,7 +170,7 @@ class HostTier:
         if len(holding) == len(rows) or cache.lacking(holding, len(rows)) > cache.available:
             cache.release(holding, 0)
             return False
-        self._demotion = self._begin(False, namespace, key[: len(rows) * 4 * cache.page_size], holding, rows)
+        self._demotion = self._begin(False, namespace, key[: len(rows) * cache.row_bytes], holding, rows)
         return True
 
     # --- both -------------------------------------------------------------------------------------------
@@ -224,8 +223,7 @@ class HostTier:
             self.counters.dropped += 1
         if kept:
             rows = copy.begin + kept
-            tokens = array("I", copy.key[: rows * 4 * self.cache.page_size])
-            target.commit(copy.holding, tokens, copy.namespace)
+            target.commit(copy.holding, copy.key[: rows * target.row_bytes], copy.namespace)
             pages = sum(page != NO_PAGE for row in copy.sources[:kept] for page in row)
             if copy.up:
                 self.counters.promoted_pages += pages

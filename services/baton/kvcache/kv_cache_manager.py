@@ -37,7 +37,7 @@ class KvCacheManager:
     """
 
     def __init__(self, allocator: PageAllocator, tree: PrefixTree) -> None:
-        self.page_size = tree.page_size
+        self.page_size, self.row_bytes, self.images = tree.page_size, tree.row_bytes, tree.images
         self.groups = tree.groups
         self._allocator = allocator
         self._tree = tree
@@ -192,7 +192,7 @@ class KvCacheManager:
         self._tree.unreference([page for page in pages if page != NO_PAGE and page not in owned])
 
     def commit(
-        self, holding: BlockTable, tokens: Sequence[int], namespace: str = "", spare: int | None = None
+        self, holding: BlockTable, tokens: TokenKey, namespace: str = "", spare: int | None = None
     ) -> None:
         """Inserts into the tree the full pages that `tokens`, the sequence from its start, cover.
 
@@ -205,9 +205,9 @@ class KvCacheManager:
         self._require_held(holding)
         if namespace != holding.namespace:
             raise ValueError(f"held in namespace {holding.namespace!r}, committed in {namespace!r}")
-        end = len(tokens) // self.page_size
+        end = self._tree.whole_rows(tokens)
         if end > len(holding):
-            raise ValueError(f"{len(tokens)} tokens for a page table of {len(holding)} pages")
+            raise ValueError(f"{end} pages of tokens for a page table of {len(holding)} pages")
         rows = list(zip(*(table[holding.committed : end] for table in holding.tables), strict=True))
         if not rows:
             return
@@ -215,7 +215,8 @@ class KvCacheManager:
             for page in row:
                 if page not in holding.owned and page != NO_PAGE:
                     raise AccountingError(f"page {page} is not owned by its holding and cannot be cached")
-        fresh = tokens[holding.committed * self.page_size :]
+        stride = self._tree.row_bytes if isinstance(tokens, bytes) else self.page_size
+        fresh = tokens[holding.committed * stride :]
         if spare is not None:
             unlocked = self._tree.unlocked_rows(fresh, len(rows), namespace, holding.node)
             if unlocked * self._tree.full_groups > spare:
@@ -267,7 +268,7 @@ class KvCacheManager:
     def withdraw(self, holding: BlockTable) -> None:
         """What the tree holds of this sequence is damaged: nobody finds it, or what follows it, any more."""
         if self.tier is not None and holding.committed:
-            first = self._tree.path_of(holding.node)[1][: 4 * self.page_size]
+            first = self._tree.path_of(holding.node)[1][: self._tree.row_bytes]
             self.tier.withdraw(holding.namespace, first)
         self._tree.withdraw(holding.node)
 

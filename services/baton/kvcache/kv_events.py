@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 
+from baton.kvcache.page_keys import page_key, without_seal
+
 DIGEST_BYTES = 8
 CONTENT_BYTES = 32
 
@@ -22,8 +24,8 @@ def root_digest(page_size: int, namespace: str) -> bytes:
 
 
 def next_digest(previous: bytes, page: bytes) -> bytes:
-    """Digest of the page that follows the one of digest `previous`. `page`: its tokens, as an array("I")
-    has them."""
+    """Digest of the page that follows the one of digest `previous`. `page`: its key, without a seal where it
+    has no image."""
     return blake2b(previous + _little_endian(page), digest_size=DIGEST_BYTES).digest()
 
 
@@ -53,7 +55,7 @@ class PromptDigests:
     """Digests of a prompt's pages, each computed when it is first asked for."""
 
     def __init__(self, tokens: Sequence[int], namespace: str, page_size: int) -> None:
-        """Token ids: 0 <= id < 2**32."""
+        """Token ids: 0 <= id < 2**32, or placeholders of images."""
         # At least one token of a prompt is computed, for its logits: the page it ends with never counts.
         self.pages = max(0, len(tokens) - 1) // page_size
         self._tokens = tokens
@@ -67,8 +69,9 @@ class PromptDigests:
             raise IndexError(page)
         while page >= len(self._known):
             start = len(self._known) * self._page_size
-            tokens = array("I", self._tokens[start : start + self._page_size])
-            self._last = next_digest(self._last, tokens.tobytes())
+            tokens = self._tokens[start : start + self._page_size]
+            key = without_seal(page_key(tokens, self._page_size, True), self._page_size)
+            self._last = next_digest(self._last, key)
             self._known.append(as_number(self._last))
         return self._known[page]
 
@@ -161,7 +164,8 @@ class TreeLog:
             last = root_digest(self.page_size, event.namespace) if event.after is None else held[event.after]
             stride = len(event.key) // len(event.rows)
             for index, row in enumerate(event.rows):
-                last = next_digest(last, event.key[index * stride : (index + 1) * stride])
+                key = without_seal(event.key[index * stride : (index + 1) * stride], self.page_size)
+                last = next_digest(last, key)
                 held[row] = last
                 self._note(tier, last, came=True)
         else:

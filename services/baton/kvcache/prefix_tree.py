@@ -5,7 +5,6 @@ After the radix tree of SGLang's RadixAttention (Zheng et al., 2023, arXiv:2312.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from itertools import count as counter
 from typing import Protocol
@@ -13,6 +12,7 @@ from typing import Protocol
 from baton.kvcache.eviction import EvictionQueue, Policy, make_policy
 from baton.kvcache.kv_groups import FULL, NO_PAGE, KvGroup
 from baton.kvcache.page_allocator import AccountingError, require
+from baton.kvcache.page_keys import page_key
 from baton.kvcache.tree_node import PageRow, TreeNode
 from baton.kvcache.window_pages import WindowPages
 
@@ -26,7 +26,7 @@ class TreeObserver(Protocol):
     """Called for each change, in the tree's thread; must return at once."""
 
     def stored(self, after: int | None, namespace: str, key: bytes, rows: Sequence[int]) -> None:
-        """The rows of these ids have come; they hold the tokens of `key`, of 4 bytes each, and follow row
+        """The rows of these ids have come; they hold the tokens of `key`, and follow row
         `after` (None: they begin a sequence). The sequence may be the tree's own: to be copied."""
 
     def removed(self, rows: Sequence[int]) -> None:
@@ -34,21 +34,28 @@ class TreeObserver(Protocol):
 
 
 class PrefixTree:
-    """Keys are a namespace and token ids (0 <= id < 2**32), values whole pages of `page_size` tokens: for
-    each page index a row with the page of each group.
+    """Keys are a namespace and token ids (0 <= id < 2**32, or placeholders of images), values whole pages of
+    `page_size` tokens: for each page index a row with the page of each group.
 
     A row's pages of groups that see all positions live and die with the row. A window group's may go earlier:
     a prefix is usable at a length where each window group holds what the next token sees.
     """
 
     def __init__(
-        self, page_size: int, policy: str | Policy = "lru", groups: Sequence[KvGroup] = (FULL,)
+        self,
+        page_size: int,
+        policy: str | Policy = "lru",
+        groups: Sequence[KvGroup] = (FULL,),
+        images: bool = False,
     ) -> None:
+        """`images`: there may be placeholders among the tokens: see page_keys."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
         self.groups = tuple(groups)
-        self._stride = page_size * array("I").itemsize
+        self.images = images
+        self.row_bytes = self._stride = len(page_key([0] * page_size, page_size, images))
+        """Bytes of a page's key."""
         self._policy = make_policy(policy)
         # Holds exactly the leaves without locks. Locks count upwards, so below a node without locks there are
         # none: every page outside locked nodes can be evicted, leaf after leaf. A window page in use is in a
@@ -73,13 +80,16 @@ class PrefixTree:
 
         Raises OverflowError for a token id that is out of range, as all methods that take token ids.
         """
-        encoded = isinstance(tokens, bytes)
-        count = len(tokens) // (self._stride if encoded else self.page_size)
+        count = self.whole_rows(tokens)
         if max_rows is not None:
             count = min(count, max(0, max_rows))
         if isinstance(tokens, bytes):
             return tokens[: count * self._stride]
-        return array("I", tokens[: count * self.page_size]).tobytes()
+        return page_key(tokens[: count * self.page_size], self.page_size, self.images)
+
+    def whole_rows(self, tokens: TokenKey) -> int:
+        """Whole pages of tokens."""
+        return len(tokens) // (self._stride if isinstance(tokens, bytes) else self.page_size)
 
     def match(
         self,
@@ -178,7 +188,7 @@ class PrefixTree:
 
     def insert(
         self,
-        tokens: Sequence[int],
+        tokens: TokenKey,
         rows: Sequence[PageRow],
         namespace: str = "",
         after: TreeNode | None = None,
@@ -190,7 +200,7 @@ class PrefixTree:
         `after`: the tokens follow the prefix that ends with this node, of the same namespace; None: they
         begin a sequence. Raises ValueError when there are too few tokens for the rows.
         """
-        if len(tokens) < len(rows) * self.page_size:
+        if self.whole_rows(tokens) < len(rows):
             raise ValueError(f"{len(rows)} pages of {self.page_size} for only {len(tokens)} tokens")
         key = self.encode(tokens, len(rows))
         start = self._root if after is None else after

@@ -212,7 +212,7 @@ def _build_ranked(
     pool, published = make_pool(layout, pages, device, kinds, incarnation, ranks.shard)
     published.pages = ranks.pages(published.pages, layout)
     shared = str(published.segment.path) if published.segment is not None and device.type == "cpu" else None
-    tree = PrefixTree(size, config.eviction, layout.groups)
+    tree = PrefixTree(size, config.eviction, layout.groups, images=model.vision is not None)
     cache = KvCacheManager(PageAllocator(pages, published.generations), tree)
     runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool, shared)
     if device.type == "cuda" and config.tp > 1:

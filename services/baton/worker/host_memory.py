@@ -62,7 +62,7 @@ class HostMemory:
         """uint8 [pages, page_bytes] each."""
         self._allocator = PageAllocator(pages)
         policy = keep_what_returns(pages // len(cache.groups))
-        tree = PrefixTree(cache.page_size, policy, cache.groups)
+        tree = PrefixTree(cache.page_size, policy, cache.groups, cache.images)
         self.tier = HostTier(cache, KvCacheManager(self._allocator, tree), self)
         # Quarantined: nobody may use it yet.
         rest = self._allocator.take(pages)[self._per_slab :]
