@@ -21,6 +21,10 @@ AttentionBackendName = Literal[
 """Attention backends; "auto": the best that works."""
 
 
+MOST_DRAFTS = 7
+"""Of a row, where each step chooses how many it takes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """What every process has."""
@@ -230,8 +234,9 @@ class DecodeConfig(WorkerConfig):
     """Guess the next tokens, and verify them in one step; texts stay as they are. suffix: guesses what
     followed the last tokens when they occurred before in the same request; it pays where answers repeat
     parts of their prompts. A path or id: a smaller model of the same vocabulary guesses. off: no guesses."""
-    draft_tokens: int = 4
-    """Tokens that are guessed for a sequence in a step, at most."""
+    draft_tokens: int | None = None
+    """Tokens that are guessed for a sequence in a step, as far as there are guesses; none: each step takes as
+    many, up to 7, as pay by the measured times of steps."""
     handoff_seconds: float = 30.0
     """A hand-off fails if its prefill node sends nothing for this time."""
     pull_seconds: float = 60.0
@@ -239,7 +244,9 @@ class DecodeConfig(WorkerConfig):
 
     @property
     def most_drafts(self) -> int:
-        return 0 if self.draft == "off" else self.draft_tokens
+        if self.draft == "off":
+            return 0
+        return MOST_DRAFTS if self.draft_tokens is None else self.draft_tokens
 
     @property
     def draft_model(self) -> str:

@@ -44,7 +44,8 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(overlap, right, steps)
     assert engine.finish[("a", 0)] is EngineFinishReason.LENGTH
     # One step computes the prompt; each of the others delivers four tokens, or one.
     assert engine.scheduler.step_number == steps
-    assert engine.scheduler.accepted_drafts == (engine.scheduler.drafted_tokens if right else 0)
+    drafts = engine.scheduler.drafts
+    assert drafts.accepted == (drafts.drafted if right else [0] * 3)
 
 
 def test_a_stop_inside_what_was_accepted_ends_the_output():

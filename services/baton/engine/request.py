@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from baton.engine.draft.length import RowDrafts
 from baton.engine.plan import Logprobs, Pooling, Vector
 from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import CompiledGrammar
@@ -80,6 +81,9 @@ class Sequence:
     """PlanRow.replay of its next row."""
     drafting: object = None
     """What the drafter keeps of it."""
+    draft_kind: int = 0
+    """Set by the drafter, if it likes, with each draft: drafts of one kind are right about equally often."""
+    row_drafts: RowDrafts = field(default_factory=RowDrafts)
     epoch: int = 0
     """Counts placements; results of a step launched in an earlier one are dropped."""
 
@@ -139,6 +143,10 @@ class EngineRequest:
     trace: str = ""
     """Trace context for the processes that are asked for a part of it; opaque here."""
     retractions: int = 0
+    drafted_tokens: int = 0
+    """Drafts of its choices that have been verified here."""
+    accepted_drafts: int = 0
+    """Those of them that were right."""
     grammar: CompiledGrammar | None = None
     """params.grammar, compiled; until then the request is not admitted."""
     paused: bool = False

@@ -7,9 +7,9 @@ it plans and launches step N+1 before it commits step N. Page ownership goes thr
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import takewhile
 
 from baton.engine.draft.base import Drafter
+from baton.engine.draft.planner import DraftPlanner
 from baton.engine.plan import Logprobs, Pooling, RowResult, StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -28,7 +28,6 @@ from baton.engine.scheduler_config import PromptRoute, SchedulerConfig
 from baton.engine.scheduler_state import SchedulerState
 from baton.engine.step_builder import Record, Step, StepBuilder, divide_budget
 from baton.kvcache import KvCacheManager
-from baton.layers.cache_spec import State
 from baton.tracing.recorder import EventKind
 
 
@@ -59,14 +58,15 @@ class Scheduler(SchedulerState):
         self.config = config
         self.step_number = 0
         self.computed_tokens = 0
-        self.drafted_tokens = self.accepted_drafts = 0
-        """Drafts that have been verified, and those of them that were right."""
         self.local_prompts = 0
         """Prompts whose prefill began here."""
         self._route = route
         self._may_admit = may_admit
         self._ask_turn = ask_turn
-        self._drafter = drafter
+        self.drafts: DraftPlanner | None = None
+        """None: no row has drafts."""
+        if drafter is not None and config.draft_tokens:
+            self.drafts = DraftPlanner(drafter, config, cache, self.extend)
         self._drafted_step = 0
         """The last step with drafts. Until it is read nobody knows where its rows end."""
         self._ahead = 2 * config.token_budget
@@ -195,16 +195,16 @@ class Scheduler(SchedulerState):
             return None
         self._admit()
         config, size = self.config, self.cache.page_size
-        step = StepBuilder(self.step_number + 1)
-        if self._drafter is not None:
-            going = [each for each in self.running if self._wants_token(each) and not each.request.images]
-            self._drafter.prepare([(each, each.unread + config.draft_tokens) for each in going])
+        step, rows = StepBuilder(self.step_number + 1), list[Sequence]()
         # In the order of rank: a retraction relies on its victim having no row yet.
         for sequence in list(self.running):
             if sequence.phase is not SequencePhase.RUNNING or not self._wants_token(sequence):
                 continue
             if self.extend_or_retract(sequence, sequence.computed // size + 1):
-                step.add_decode(sequence, self._drafts(sequence, step) if self._drafter else ())
+                rows.append(sequence)
+        drafts = self.drafts.plan(rows, self.prompts, step.number) if self.drafts is not None else {}
+        for sequence in rows:
+            step.add_decode(sequence, drafts.get(sequence, ()))
         budget, short = config.token_budget - step.tokens, False
         for sequence, count in divide_budget(self.prompts, budget, size, config.full_step):
             if self.extend(sequence, self.rows(sequence.computed + count)):
@@ -228,32 +228,6 @@ class Scheduler(SchedulerState):
                 self._drafted_step = step.number
         return built
 
-    def _drafts(self, sequence: Sequence, step: StepBuilder) -> tuple[int, ...]:
-        """Drafts behind the sequence's last token, for which there are pages and which may all be
-        delivered. Half of the token budget is left to prompts."""
-        assert self._drafter is not None and sequence.holding is not None
-        config, params = self.config, sequence.request.params
-        others = len(self.running) - len(step.records) - 1
-        most = min(
-            config.draft_tokens,
-            params.max_tokens - sequence.num_output - 1,
-            config.token_budget // 2 - step.tokens - others - 1,
-        )
-        if self.cache.has_states:
-            most = min(most, State.most_drafts(sequence.computed + 1, self.cache.page_size))
-        if most < 1 or sequence.num_output < params.min_tokens:
-            return ()
-        if sequence.request.grammar is not None and not config.draft_grammars:
-            return ()
-        if sequence.request.images:  # which no drafter knows
-            return ()
-        # The drafter does not know the tokens in flight, and guesses them too.
-        found = self._drafter.draft(sequence, sequence.unread + most)[sequence.unread :]
-        # Nothing follows a stop token; a grammar cannot even say what might.
-        drafts = tuple(takewhile(lambda token: token not in params.stop_token_ids, found))
-        self.extend(sequence, self.rows(sequence.computed + 1 + len(drafts)))
-        return drafts[: len(sequence.holding) * self.cache.page_size - sequence.computed - 1]
-
     def _retract_prompt(self) -> bool:
         """Prompts that share window pages with others may lack pages: sharing ones do not become free. If all
         that are being computed do, the last gives up its own; admitted again it has what it needs reserved.
@@ -273,11 +247,14 @@ class Scheduler(SchedulerState):
         """Whether the sequence wants another token after those in flight."""
         return not sequence.request.paused and sequence.num_output < sequence.request.params.max_tokens
 
-    def commit(self, step: Step, result: StepResult) -> None:
+    def commit(self, step: Step, result: StepResult, seconds: float = 0.0) -> None:
         """Applies a step's results in the order of its rows, and frees what the step was the last to use.
-        A row is dropped if its sequence has been placed again or has ended since."""
+        A row is dropped if its sequence has been placed again or has ended since. `seconds`: the step's time;
+        0: not known."""
         self.retire(step.plan.number, step.pinned)
         self.computed_tokens += step.plan.num_tokens
+        if self.drafts is not None and seconds > 0:
+            self.drafts.timed(step.plan.rows, seconds)
         for record, row in zip(step.records, result.rows, strict=True):
             sequence = record.sequence
             if sequence.epoch != record.epoch or sequence.phase is SequencePhase.ENDED:
@@ -310,8 +287,8 @@ class Scheduler(SchedulerState):
             sequence.replay = record.drafts - wrong
         for token, logprobs in row.sampled():
             self._take_token(sequence, token, logprobs)
-        self.drafted_tokens += record.drafts
-        self.accepted_drafts += record.drafts - wrong
+        if record.drafts and self.drafts is not None:
+            self.drafts.verified(sequence, record.kind, record.drafts, record.drafts - wrong)
 
     def fail_step(self, step: Step, message: str) -> None:
         """The step could not be executed: everything in it fails."""

@@ -33,6 +33,11 @@ class SchedulerConfig:
     """Pages that admission leaves free while anything is running."""
     draft_tokens: int = 0
     """Drafts of a row, at most; 0: none."""
+    draft_adaptive: bool = False
+    """Whether each step chooses how many of them pay, by what they cost; else a row has all that there
+    are."""
+    draft_padding: bool = False
+    """Whether a step with drafts computes each row as long as the longest, as CUDA graphs do."""
     draft_grammars: bool = True
     """Whether rows with a grammar may have drafts."""
     prompt_only: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.engine.draft.length import DraftKind
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.request import Sequence
 from baton.kvcache import BlockTable
@@ -32,6 +33,7 @@ class Record:
     """Sequences that sample a token from the row."""
     drafts: int = 0
     """Tokens of the row that may turn out wrong: `end` counts them as right."""
+    kind: DraftKind = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class StepBuilder:
         row = PlanRow(slot, None, start, tables, (slot,), drafts=drafts, replay=replay, images=images)
         self._rows.append(row)
         end = sequence.computed + 1 + len(drafts)
-        self.records.append(Record(sequence, sequence.epoch, end, (sequence,), len(drafts)))
+        kind = sequence.draft_kind, sequence.unread
+        self.records.append(Record(sequence, sequence.epoch, end, (sequence,), len(drafts), kind))
         self.tokens += 1 + len(drafts)
         self.drafted = self.drafted or bool(drafts)
 

@@ -82,14 +82,14 @@ class StepStats:
     def planned(self, step: Step, now: float) -> None:
         self._planned[step.plan.number] = now, step.plan.num_tokens
 
-    def ended(self, step: Step, now: float) -> None:
-        """The step's results have been read. Steps may overlap: its time begins when the one before it
-        ended."""
+    def ended(self, step: Step, now: float) -> float:
+        """The step's results have been read. Returns its seconds. Steps may overlap: its time begins when the
+        one before it ended."""
         planned, tokens = self._planned.pop(step.plan.number, (now, 0))
         seconds = now - max(self._last, planned)
         self._last = now
         if seconds <= 0:
-            return
+            return 0.0
         if tokens:
             self._watchdog.add(tokens, seconds)
         prompt = sum(row.count for row in step.plan.rows if row.tokens is not None)
@@ -105,6 +105,7 @@ class StepStats:
             self.step.add(seconds if self.step.value or not usual else min(seconds, STALL * usual))
         if prompt >= self._enough:
             self.prompt_rate.add(prompt / seconds)
+        return seconds
 
     def limit(self, floor: float) -> float:
         """Seconds, at least `floor`, after which the steps in flight count as stuck. May be called from

@@ -50,7 +50,7 @@ def _(commit: Wrong, scheduler: Scheduler, record: Record, row: RowResult) -> No
 )
 def _(take: Wrong, scheduler: Scheduler, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
     take(scheduler, sequence, token, logprobs)
-    if sequence.finish is not None and sequence.unread == 0 and scheduler._drafter is not None:
+    if sequence.finish is not None and sequence.unread == 0 and scheduler.drafts is not None:
         event = scheduler.events[-1]
         assert isinstance(event, TokenEvent)
         scheduler.events[-1:] = [replace(event, finish=None), event]

@@ -131,7 +131,10 @@ def _with_drafts(
 ) -> tuple[tuple[DecodeConfig, Machine], ...]:
     """Every second node has none."""
     return tuple(
-        (replace(config, draft=rng.choice(("off", "suffix")), draft_tokens=rng.choice((1, 3, 7))), machine)
+        (
+            replace(config, draft=rng.choice(("off", "suffix")), draft_tokens=rng.choice((1, 3, 7, None))),
+            machine,
+        )
         for config, machine in decode
     )
 

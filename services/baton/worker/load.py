@@ -41,8 +41,6 @@ def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
         steps=scheduler.step_number,
         retractions=scheduler.retractions,
         computed_tokens=scheduler.computed_tokens,
-        drafted_tokens=scheduler.drafted_tokens,
-        accepted_drafts=scheduler.accepted_drafts,
         requests=requests,
         pages=pages,
         queued_tokens=scheduler.queued_tokens,
@@ -50,6 +48,9 @@ def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
         step_tokens=scheduler.config.token_budget,
         keys=sum(len(sequence.tokens) for sequence in scheduler.running),
     )
+    if scheduler.drafts is not None:
+        load.drafted_tokens = sum(scheduler.drafts.drafted)
+        load.accepted_drafts = sum(scheduler.drafts.accepted)
     if scheduler.cache.tier is not None:
         add_tier(load, scheduler.cache.tier)
     return load

@@ -113,6 +113,8 @@ class WorkerNode(WorkerShell[C]):
             raise
         core = self.core_or_none = self.make_core(self.engine.cache)
         calibration = core.step_stats.calibration = CostCalibration(cost)
+        if core.scheduler.drafts is not None:
+            core.scheduler.drafts.lengths.times.cost = cost
         self.steps = StepLoop(
             core,
             self.engine.runner,

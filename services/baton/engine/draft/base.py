@@ -12,6 +12,9 @@ class Drafter(ABC):
     """Guesses how sequences go on. Used by the step thread; may keep state in `sequence.drafting`, which ends
     with the sequence."""
 
+    computes = False
+    """Whether a guess takes a noticeable part of a step's time."""
+
     def prepare(self, wanted: Sequence[tuple[TokenSequence, int]]) -> None:  # noqa: B027
         """Called before the `draft`s of a step, with the sequences that will be asked for and the most tokens
         of each: a drafter that computes does so for all at once. The others do nothing."""

@@ -59,7 +59,7 @@ class DraftKvSlots:
             kv = sequence.drafting = DraftKv(self._free.pop())
         self._kept.pop(kv, None)
         self._kept[kv] = None
-        kv.used = step
+        kv.used, kv.guess = step, []
         rows = -(-tokens // self._page_size)
         have = len(kv.tables[0]) if kv.tables else 0
         while (rows - have) * self._groups > self._allocator.counts().free:

@@ -18,6 +18,8 @@ from baton.engine.request import Sequence as TokenSequence
 
 
 class ModelDrafter(Drafter):
+    computes = True
+
     def __init__(
         self,
         runner: Runner[Any],
@@ -50,7 +52,6 @@ class ModelDrafter(Drafter):
             kv = self._slots.take(sequence, len(tokens) + most - 1, self._step) if most > 0 < budget else None
             if kv is None:
                 continue
-            kv.guess = []
             start = min(kv.agree(tokens), len(tokens) - 1)
             chunk = tokens[start : start + budget]
             budget -= len(chunk)

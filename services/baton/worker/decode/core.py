@@ -263,8 +263,8 @@ class DecodeCore:
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         self._now = now
-        self.overload.step_stats.ended(step, now)
-        self.scheduler.commit(step, result)
+        seconds = self.step_stats.ended(step, now)
+        self.scheduler.commit(step, result, seconds)
 
     def fail_step(self, step: Step, message: str) -> None:
         self.overload.step_stats.failed(step)

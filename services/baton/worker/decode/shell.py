@@ -40,6 +40,8 @@ class DecodeShell(WorkerShell[DecodeCore]):
             output_margin=config.output_margin,
             watermark=int(cache.counts().total * config.watermark),
             draft_tokens=config.most_drafts,
+            draft_adaptive=config.draft_tokens is None,
+            draft_padding=self.device != "cpu",
             # A GPU samples all positions of a row before the host knows what its grammar allows there.
             draft_grammars=self.device == "cpu",
         )

@@ -1,0 +1,288 @@
+"""How many drafts each row of a step carries: those that make delivered tokens a second most. Pure.
+
+A draft is delivered if all before it in its row are right. That chance, its *survival*, is learned; the time
+of a step is the measured StepCost, corrected by the times of the node's own steps. As in SmartSpec (Liu et
+al., arXiv:2406.14066), the lengths are those with most expected tokens for each expected second, over the
+whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.step_cost import StepCost
+
+FIRST_GUESS = 0.6
+"""Chance of a draft of which nothing is known."""
+GUESS_WEIGHT, KIND_WEIGHT = 3.0, 8.0
+"""The guess counts as so many drafts beside those of a kind, and these beside the row's own."""
+KIND_MEMORY, ROW_MEMORY = 0.99, 0.9
+"""Weight of what was known after each new draft."""
+PROBE_SHARE = 0.005
+"""Of the time: spent on drafts that are not expected to pay, to notice when they would."""
+TIMES_MEMORY = 512
+"""Steps after which a time that was not seen again is forgotten: it may have been an accident."""
+SPEED_WEIGHT, TIME_WEIGHT = 0.1, 0.05
+MAX_SURPRISE = math.log(2.0)
+"""A step's time says at most that the expected one was wrong by this factor."""
+LEAST_CHANCE = 0.02
+"""Of a draft that may be taken."""
+LONGEST_PAUSE = 32
+"""Steps for which the drafter is not asked for a row whose drafts are not taken."""
+
+DraftKind = tuple[int, int]
+"""`Sequence.draft_kind`, and how many tokens in flight were guessed too."""
+
+
+Level = tuple[float, tuple[int, ...]]
+"""Rows that get one draft more, and how many tokens that is expected to deliver."""
+
+
+def levels_of(survivals: Sequence[Sequence[float]], by_longest: bool) -> list[Level]:
+    """The order in which drafts are worth taking. `survivals`: of each row the chances that its drafts are
+    delivered, which never rise. `by_longest`: a step takes the time of its longest row, whatever others have,
+    so that they all get a draft more; otherwise one draft is taken after the other, best first."""
+    if by_longest:
+        longest = max(map(len, survivals), default=0)
+        columns = [tuple(i for i, own in enumerate(survivals) if len(own) > at) for at in range(longest)]
+        return [(sum(survivals[i][at] for i in rows), rows) for at, rows in enumerate(columns)]
+    # Each comes after those before it in its row, since their chances are not lower and sorting is stable.
+    single = [(chance, (i,)) for i, own in enumerate(survivals) for chance in own]
+    return sorted(single, key=lambda level: -level[0])
+
+
+def best_level(
+    levels: Sequence[Level], rows: int, room: int, seconds: Callable[[int, int], float]
+) -> tuple[int, float]:
+    """How many levels deliver most tokens a second, and how many those are. `rows`: all rows, which deliver a
+    token each in any case. `room`: drafts at most. `seconds(drafts, levels)`: a step's time."""
+    best, rate = 0, rows / seconds(0, 0)
+    tokens, drafts = float(rows), 0
+    for level, (gain, more) in enumerate(levels, 1):
+        tokens, drafts = tokens + gain, drafts + len(more)
+        if drafts > room:
+            break
+        if tokens > rate * (time := seconds(drafts, level)):
+            best, rate = level, tokens / time
+    return best, rate
+
+
+def graph_tokens(rows: int, longest: int) -> int:
+    """Tokens that a CUDA graph computes for so many rows of which the longest has `longest` drafts: see
+    step_graphs.draft_shapes."""
+    return (1 << (rows - 1).bit_length()) * 2 * (longest // 2 + 1)
+
+
+@dataclass(slots=True)
+class _Rate:
+    """A share of drafts that were right, of those that were reached."""
+
+    right: float = 0.0
+    seen: float = 0.0
+
+    def add(self, right: bool, memory: float) -> None:
+        self.right = self.right * memory + right
+        self.seen = self.seen * memory + 1
+
+
+@dataclass(slots=True)
+class RowDrafts:
+    """What is known of one sequence's drafts."""
+
+    taken: int = 2
+    """Drafts that it had last, of those that the drafter had."""
+    rate: _Rate = field(default_factory=_Rate)
+    pause: int = 0
+    """Steps for which the drafter was last not asked."""
+    until: int = 0
+    """The step in which it is asked again."""
+
+
+class StepTimes:
+    """The seconds of a step of decode rows, up to a factor that all share: only ratios matter.
+
+    A step's logarithm is that of the measured cost, plus the node's speed now, plus a correction for steps of
+    its size, which is learned."""
+
+    def __init__(self) -> None:
+        self.cost: StepCost | None = None
+        """Measured at the start; None: any step takes the same until its time has been seen."""
+        self._speed: float | None = None
+        self._known: dict[tuple[bool, int], tuple[float, int, int]] = {}
+        """(with drafts, size) -> correction, steps seen, the last of them."""
+        self._steps = 0
+
+    def add(self, drafted: bool, size: int, context: int, seconds: float) -> None:
+        """A step without prompts has taken `seconds` > 0."""
+        self._steps += 1
+        plain = math.log(seconds / self._measured(size, context))
+        if self._speed is None:
+            self._speed = plain
+        key = drafted, _bucket(size)
+        expected, seen = self._correction(*key), self._known.get(key, (0.0, 0, 0))[1]
+        error = max(-MAX_SURPRISE, min(MAX_SURPRISE, plain - self._speed - expected))
+        weight = max(TIME_WEIGHT, 1 / (1 + seen))
+        self._known[key] = expected + weight * error, seen + 1, self._steps
+        self._speed += SPEED_WEIGHT * (1 - weight) * error
+
+    def seconds(self, drafted: bool, size: int, context: int) -> float:
+        return self._measured(size, context) * math.exp(self._correction(drafted, _bucket(size)))
+
+    def table(self, context: int) -> Callable[[int], float]:
+        """`seconds` of steps with drafts by their size, for who asks for many sizes at once."""
+        factors: dict[int, float] = {}
+
+        def seconds(size: int) -> float:
+            bucket = _bucket(size)
+            factor = factors.get(bucket)
+            if factor is None:
+                factor = factors[bucket] = math.exp(self._correction(True, bucket))
+            return factor * self._measured(size, context)
+
+        return seconds
+
+    def seen(self, drafted: bool, size: int) -> bool:
+        """Whether the time of such a step has been seen lately."""
+        own = self._known.get((drafted, _bucket(size)))
+        return own is not None and own[2] >= self._steps - TIMES_MEMORY
+
+    def prompts(self, tokens: int) -> float:
+        """What prompt tokens add to a step."""
+        return self.cost.token * tokens if self.cost is not None else 0.0
+
+    def _measured(self, size: int, context: int) -> float:
+        cost = self.cost
+        return cost.fixed + cost.row * size + cost.key * context + 1e-9 if cost is not None else 1.0
+
+    def _correction(self, drafted: bool, bucket: int) -> float:
+        """That of the size, else of the nearest of its sort, else of the nearest."""
+        since, known = self._steps - TIMES_MEMORY, self._known
+        own = known.get((drafted, bucket))
+        if own is not None and own[2] >= since:
+            return own[0]
+        fresh = [
+            (sort != drafted, abs(at - bucket), found[0])
+            for (sort, at), found in known.items()
+            if found[2] >= since
+        ]
+        return min(fresh, default=(False, 0, 0.0))[2]
+
+
+def _bucket(size: int) -> int:
+    """Sizes of about the same time: each up to 16, then eight between powers of two."""
+    shift = max(0, size.bit_length() - 4)
+    return 8 * shift + (size >> shift)
+
+
+class DraftLengths:
+    """Chooses the lengths of a node's drafts, and learns from what became of them."""
+
+    def __init__(self, padding: Callable[[int, int], int] | None = None, computes: bool = False) -> None:
+        """`padding(rows, longest)`: the tokens that a step with drafts computes, on a device that computes
+        each row as long as the longest; None: those that it has. `computes`: see Drafter."""
+        self.times = StepTimes()
+        self._padding, self._computes = padding, computes
+        self._kinds: dict[tuple[DraftKind, int], _Rate] = {}
+        """(kind, place in the row) -> the drafts there, if those before them were right."""
+        self._purse = 0.0
+        """Seconds that may be spent on drafts that are not expected to pay."""
+
+    def choose(
+        self,
+        drafts: Sequence[tuple[RowDrafts, DraftKind, int]],
+        rows: int,
+        room: int,
+        context: int,
+        prompt_tokens: int,
+        step: int,
+    ) -> list[int]:
+        """Drafts of each row. `drafts`: the rows for which the drafter has any; of each what is known of it,
+        the drafts' kind, and how many. `rows`: all decode rows; `context`: the tokens that they attend to.
+        `room`: drafts of all rows, at most."""
+        others = self.times.prompts(prompt_tokens)
+        times, padding = self.times, self._padding
+        plain = others + times.seconds(False, rows, context)
+        known = times.table(context)
+
+        def seconds(count: int, level: int) -> float:
+            if not count:
+                return plain
+            return others + known(rows + count if padding is None else padding(rows, level))
+
+        levels = levels_of(self._survivals(drafts), self._padding is not None)
+        self._purse = min(self._purse + PROBE_SHARE * plain, 2 * plain)
+        best = 0
+        if self.times.seen(False, rows):
+            best, rate = best_level(levels, rows, room, seconds)
+            best += self._probes(levels[: best + 1], best, rate, rows, room, seconds)
+        lengths = [0] * len(drafts)
+        for _, more in levels[:best]:
+            for i in more:
+                lengths[i] += 1
+        most = LONGEST_PAUSE if self._computes else min(LONGEST_PAUSE, rows // 4)
+        for (row, _, _), length in zip(drafts, lengths, strict=True):
+            row.taken = length
+            row.pause = 0 if length else min(most, 2 * row.pause + 1)
+            row.until = step + 1 + row.pause
+        return lengths
+
+    def _probes(
+        self,
+        levels: Sequence[Level],
+        best: int,
+        rate: float,
+        rows: int,
+        room: int,
+        seconds: Callable[[int, int], float],
+    ) -> bool:
+        """Whether to take a level more than pays: the first of all, since its chances may have changed, or
+        one whose time was never seen. Takes what that is expected to lose from the purse."""
+        count = sum(len(more) for _, more in levels)
+        if len(levels) == best or count > room:
+            return False
+        if best and self.times.seen(True, self._size(rows, count, best + 1)):
+            return False
+        loss = seconds(count, best + 1) - (rows + sum(gain for gain, _ in levels)) / rate
+        if loss > self._purse:
+            return False
+        self._purse -= max(0.0, loss)
+        return True
+
+    def verified(self, row: RowDrafts, kind: DraftKind, count: int, right: int) -> None:
+        """Of `count` drafts the first `right` were right."""
+        for at in range(min(count, right + 1)):
+            self._kinds.setdefault((kind, at), _Rate()).add(at < right, KIND_MEMORY)
+            row.rate.add(at < right, ROW_MEMORY)
+
+    def timed(self, rows: int, drafts: int, longest: int, context: int, seconds: float) -> None:
+        """A step without prompts has taken `seconds` > 0."""
+        self.times.add(drafts > 0, self._size(rows, drafts, longest), context, seconds)
+
+    def _survivals(self, drafts: Sequence[tuple[RowDrafts, DraftKind, int]]) -> list[list[float]]:
+        """The chance of each draft that it is delivered; chances below LEAST_CHANCE are left out."""
+        kinds: dict[DraftKind, list[float]] = {}
+        most = max((count for _, _, count in drafts), default=0)
+        found = []
+        for row, kind, count in drafts:
+            known = kinds.get(kind)
+            if known is None:
+                known = kinds[kind] = [KIND_WEIGHT * self._chance(kind, at) for at in range(most)]
+            right, seen = row.rate.right, row.rate.seen + KIND_WEIGHT
+            own, chance = [], 1.0
+            for at in range(count):
+                chance *= (right + known[at]) / seen
+                if chance < LEAST_CHANCE and own:
+                    break
+                own.append(chance)
+            found.append(own)
+        return found
+
+    def _chance(self, kind: DraftKind, at: int) -> float:
+        known = self._kinds.get((kind, at), _Rate())
+        return (known.right + GUESS_WEIGHT * FIRST_GUESS) / (known.seen + GUESS_WEIGHT)
+
+    def _size(self, rows: int, drafts: int, longest: int) -> int:
+        if not drafts or self._padding is None:
+            return rows + drafts
+        return self._padding(rows, longest)

@@ -1,0 +1,108 @@
+"""The drafts of a step: which rows may have any, what the drafter guesses, and how many of them are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+from baton.engine.draft.base import Drafter
+from baton.engine.draft.length import DraftKind, DraftLengths, graph_tokens
+from baton.engine.plan import PlanRow
+from baton.engine.request import Sequence as TokenSequence
+from baton.engine.scheduler_config import SchedulerConfig
+from baton.kvcache import KvCacheManager
+from baton.layers.cache_spec import State
+
+Drafts = tuple[int, ...]
+
+
+class DraftPlanner:
+    def __init__(
+        self,
+        drafter: Drafter,
+        config: SchedulerConfig,
+        cache: KvCacheManager,
+        extend: Callable[[TokenSequence, int], bool],
+    ) -> None:
+        """`extend(sequence, rows)`: gives the sequence so many page indexes, if there are pages."""
+        self.lengths = DraftLengths(graph_tokens if config.draft_padding else None, drafter.computes)
+        self.drafted = [0] * config.draft_tokens
+        """Drafts that have been verified, by their place in the row."""
+        self.accepted = [0] * config.draft_tokens
+        """Those of them that were right."""
+        self._drafter, self._config, self._page_size, self._extend = drafter, config, cache.page_size, extend
+        self._states = cache.has_states
+
+    def plan(
+        self, rows: Sequence[TokenSequence], prompts: Sequence[TokenSequence], step: int
+    ) -> dict[TokenSequence, Drafts]:
+        """Drafts behind the last tokens of `rows`, the step's decode rows; of those that have any. There are
+        pages for them, and all may be delivered. Half of the token budget is left to prompts."""
+        config, lengths = self._config, self.lengths
+        room = config.token_budget // 2 - len(rows)
+        wanted = [(sequence, most) for sequence in rows if (most := self._most(sequence, room, step)) > 0]
+        # The drafter does not know the tokens in flight, and guesses them too.
+        self._drafter.prepare([(sequence, sequence.unread + most) for sequence, most in wanted])
+        found: dict[TokenSequence, Drafts] = {}
+        for sequence, most in wanted:
+            unread, stops = sequence.unread, sequence.request.params.stop_token_ids
+            guess = self._drafter.draft(sequence, unread + min(most, room))[unread:]
+            # Nothing follows a stop token; a grammar cannot even say what might.
+            drafts = tuple(takewhile(lambda token, stops=stops: token not in stops, guess))
+            if drafts:
+                found[sequence] = drafts
+                room -= 0 if config.draft_adaptive else len(drafts)
+        if config.draft_adaptive and found:
+            budget = config.token_budget - len(rows)
+            chosen = lengths.choose(
+                [(s.row_drafts, (s.draft_kind, s.unread), len(drafts)) for s, drafts in found.items()],
+                len(rows),
+                room,
+                sum(sequence.computed for sequence in rows),
+                min(budget, sum(sequence.missing for sequence in prompts)),
+                step,
+            )
+            pairs = zip(found.items(), chosen, strict=True)
+            found = {sequence: drafts[:count] for (sequence, drafts), count in pairs if count}
+        return {sequence: self._with_pages(sequence, drafts) for sequence, drafts in found.items()}
+
+    def _most(self, sequence: TokenSequence, room: int, step: int) -> int:
+        """How many drafts the drafter is asked for."""
+        config, params, row = self._config, sequence.request.params, sequence.row_drafts
+        if sequence.num_output < params.min_tokens:
+            return 0
+        if sequence.request.grammar is not None and not config.draft_grammars:
+            return 0
+        if sequence.request.images:  # which no drafter knows
+            return 0
+        most = min(config.draft_tokens, params.max_tokens - sequence.num_output - 1, room)
+        if self._states:
+            most = min(most, State.most_drafts(sequence.computed + 1, self._page_size))
+        if config.draft_adaptive:
+            if step < row.until:
+                return 0
+            if self._drafter.computes:
+                most = min(most, row.taken + 2)
+        return most
+
+    def _with_pages(self, sequence: TokenSequence, drafts: Drafts) -> Drafts:
+        """The drafts for which there are pages."""
+        assert sequence.holding is not None
+        self._extend(sequence, -(-(sequence.computed + 1 + len(drafts)) // self._page_size))
+        return drafts[: len(sequence.holding) * self._page_size - sequence.computed - 1]
+
+    def verified(self, sequence: TokenSequence, kind: DraftKind, count: int, right: int) -> None:
+        """Of `count` drafts of the sequence the first `right` were right."""
+        self.lengths.verified(sequence.row_drafts, kind, count, right)
+        sequence.request.drafted_tokens += count
+        sequence.request.accepted_drafts += right
+        for at in range(count):
+            self.drafted[at] += 1
+            self.accepted[at] += at < right
+
+    def timed(self, rows: Sequence[PlanRow], seconds: float) -> None:
+        """A step has taken `seconds` > 0."""
+        if rows and all(row.tokens is None for row in rows):
+            counts = [len(row.drafts) for row in rows]
+            context = sum(row.start for row in rows)
+            self.lengths.timed(len(rows), sum(counts), max(counts), context, seconds)
