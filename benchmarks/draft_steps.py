@@ -21,6 +21,7 @@ from baton.bench.engine_bench import EngineBench
 from baton.bench.machine import machine, versions
 from baton.bench.workload import TokenRange, Workload
 from baton.config import DecodeConfig
+from baton.engine.draft.base import Drafter
 from baton.engine.request import Sequence as TokenSequence
 from baton.rpc.logs import configure
 
@@ -31,7 +32,7 @@ from make_shape import write_shape
 DRAFTS = (0, 1, 3, 5, 7)
 
 
-class Wrong:
+class Wrong(Drafter):
     """Drafts one token again and again."""
 
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:

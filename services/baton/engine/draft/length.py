@@ -269,7 +269,7 @@ class DraftLengths:
             if known is None:
                 known = kinds[kind] = [KIND_WEIGHT * self._chance(kind, at) for at in range(most)]
             right, seen = row.rate.right, row.rate.seen + KIND_WEIGHT
-            own, chance = [], 1.0
+            own, chance = list[float](), 1.0
             for at in range(count):
                 chance *= (right + known[at]) / seen
                 if chance < LEAST_CHANCE and own:

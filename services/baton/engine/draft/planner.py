@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.length import DraftKind, DraftLengths, graph_tokens
@@ -48,7 +47,7 @@ class DraftPlanner:
             unread, stops = sequence.unread, sequence.request.params.stop_token_ids
             guess = self._drafter.draft(sequence, unread + min(most, room))[unread:]
             # Nothing follows a stop token; a grammar cannot even say what might.
-            drafts = tuple(takewhile(lambda token, stops=stops: token not in stops, guess))
+            drafts = tuple(guess[: next((i for i, token in enumerate(guess) if token in stops), None)])
             if drafts:
                 found[sequence] = drafts
                 room -= 0 if config.draft_adaptive else len(drafts)
