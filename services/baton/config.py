@@ -179,6 +179,12 @@ class WorkerConfig(NodeConfig):
     host_memory: str = ""
     """Memory of the host, such as 64G, for pages that the KV pool evicts: they are copied back when a prompt
     needs them, if that is sooner than to compute it. Empty: none. Not with --tp."""
+    disk: str = ""
+    """Directory for files of pages that the host memory has been given, on a local disk or shared by several
+    workers: they are read back when a prompt needs them, also after a restart, if that is sooner than to
+    compute it. Empty: none. Needs --host-memory."""
+    disk_size: str = "50G"
+    """Size of these files together; the least recently used make room."""
     eviction: Literal["lru", "lfu", "fifo", "mru"] = "lru"
     """Which cached pages make room for others: lru (those least recently used), lfu, fifo or mru."""
     policy: Literal["fcfs", "lpm", "priority"] = "fcfs"

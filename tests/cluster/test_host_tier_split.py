@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from asking import ask, greedy
 from checkpoints import make_model, save
 from deployment import Deployment
+from polling import until
 from process import Process
 
 CHATS, TURNS, FIRST, MORE, OUTPUT = 6, 4, 120, 48, 8
@@ -19,11 +21,12 @@ TIER = (*POOL, "--host-memory", "64M")
 
 @dataclass
 class Pair:
-    """Two workers that differ in the host tier only, each behind a gateway of its own."""
+    """Workers that differ in their tiers only, each behind a gateway of its own."""
 
     deployment: Deployment
     workers: dict[str, Process]
     gateways: dict[str, Process]
+    disk: Path
 
 
 @pytest.fixture(
@@ -33,7 +36,8 @@ def pair(request, tmp_path_factory, deployments) -> Iterator[Pair]:
     family, role = request.param
     folder = tmp_path_factory.mktemp("tier")
     deployment = Deployment(folder, save(make_model(family), folder / "model"))
-    workers = {name: deployment.add_worker(role, *flags) for name, flags in (("plain", POOL), ("tier", TIER))}
+    flags = {"plain": POOL, "tier": TIER, "disk": (*TIER, "--disk", str(folder / "disk"))}
+    workers = {name: deployment.add_worker(role, *flags[name]) for name in flags}
     if role == "decode":
         gateways = {name: deployment.add_gateway([worker]) for name, worker in workers.items()}
     else:
@@ -41,7 +45,7 @@ def pair(request, tmp_path_factory, deployments) -> Iterator[Pair]:
         gateways = {name: deployment.add_gateway([decode], [worker]) for name, worker in workers.items()}
     with deployment:
         deployments.append(deployment)
-        yield Pair(deployment, workers, gateways)
+        yield Pair(deployment, workers, gateways, folder / "disk")
 
 
 async def _rotate(address: str, chats: list[list[int]], turns: int, rng: random.Random) -> None:
@@ -55,7 +59,8 @@ async def _rotate(address: str, chats: list[list[int]], turns: int, rng: random.
 
 async def test_chats_larger_than_the_pool_are_not_computed_again(pair):
     said, computed = {}, {}
-    for name, gateway in pair.gateways.items():
+    for name in ("plain", "tier"):
+        gateway = pair.gateways[name]
         before = pair.workers[name].load().computed_tokens
         chats: list[list[int]] = [[] for _ in range(CHATS)]
         await _rotate(gateway.address, chats, TURNS, random.Random(0))
@@ -80,4 +85,27 @@ async def test_a_node_with_a_tier_starts_again_with_nothing(pair):
     again: list[list[int]] = [[] for _ in range(3)]
     await _rotate(gateway.address, again, 2, random.Random(1))
     assert again == chats
+    pair.deployment.assert_idle()
+
+
+async def test_a_node_with_a_disk_starts_again_with_what_it_had(pair):
+    worker, gateway = pair.workers["disk"], pair.gateways["disk"]
+    prompt = [random.Random(2).randrange(3, 200) for _ in range(400)]
+    await ask(gateway.address, [greedy(prompt, OUTPUT)])
+    more = [*prompt, 5, 6, 7]
+    (expected,) = await ask(pair.gateways["plain"].address, [greedy(more, OUTPUT)])
+    files = lambda: sorted(pair.disk.rglob("*-0"))  # noqa: E731
+    await until(lambda: worker.load().disk_written_pages >= 400 // 16, "its pages are written")
+    worker.kill()
+    for path in files()[::9]:
+        path.write_bytes(path.read_bytes()[:-1])
+    worker.start()
+    worker.wait_ready()
+    peers = lambda: [peer for node in pair.deployment.of("decode") for peer in node.info().peers]  # noqa: E731
+    await until(lambda: all(peer.connected for peer in peers()), "the decode node reaches it")
+    (after,) = await ask(gateway.address, [greedy(more, OUTPUT)])
+    assert after.choices[0].token_ids == expected.choices[0].token_ids
+    load = worker.load()
+    assert load.disk_reads == 1 and set(load.disk_faults) == {"damaged"}
+    await until(lambda: len(files()) >= 400 // 16, "what was torn is written again")
     pair.deployment.assert_idle()

@@ -75,7 +75,7 @@ class Pools:
     def promote(self, tokens: Sequence[int], namespace: str = "") -> bool:
         key = self.first.encode(tokens)
         cached = self.first.match_length(key, namespace) // SIZE
-        rows = self.tier.promotable(key, namespace, cached, len(tokens) // SIZE)
+        rows, _ = self.tier.promotable(key, namespace, cached, len(tokens) // SIZE)
         if rows == cached:
             return False
         return self.tier.promote(key, namespace, rows, self.first.available) is not None
@@ -188,13 +188,13 @@ def test_what_does_not_pay_is_computed() -> None:
     pools.compute(prompt(1, 8))
     asked = []
 
-    def pays(cached: int, tokens: int, pages: int) -> bool:
-        asked.append((cached, tokens, pages))
+    def pays(cached: int, tokens: int, seconds: float) -> bool:
+        asked.append((cached, tokens, seconds))
         return False
 
-    pools.tier.pays = pays
+    pools.tier.pays, pools.tier.page_seconds = pays, 0.5
     assert not pools.promote(tokens)
-    assert asked == [(0, 24, 6)]
+    assert asked == [(0, 24, 3.0)]
 
 
 def test_a_scan_does_not_flush_what_was_used_again() -> None:

@@ -104,7 +104,10 @@ def _pages(report: NodeReport) -> str:
     if pages.quarantined:
         text += f", [red]{pages.quarantined} quarantined[/]"
     host = report.load.host_pages
-    return f"{text}; host {host.cached} cached of {host.total}" if host.total else text
+    if host.total:
+        text += f"; host {host.cached} cached of {host.total}"
+    size = report.load.disk_bytes
+    return f"{text}; disk {size / 2**30:.1f} GiB" if size else text
 
 
 def _default_sampling(gateway: NodeReport) -> str:

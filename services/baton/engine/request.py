@@ -12,6 +12,7 @@ from baton.engine.plan import Logprobs, Pooling, Vector
 from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import CompiledGrammar
 from baton.kvcache import BlockTable
+from baton.kvcache.disk_tier import FileJob
 from baton.kvcache.host_tier import TierCopy
 from baton.kvcache.page_keys import is_placeholder
 from baton.tracing.recorder import EventKind
@@ -60,6 +61,8 @@ class Sequence:
     chunk ends there, which leaves a snapshot of the states for the next that does."""
     promotion: TierCopy | None = None
     """While it waits: the copy of its pages from the host tier. There is one at most."""
+    disk_read: FileJob | None = None
+    """While it waits: what brought its pages from the disk to the host tier, before that copy."""
     phase: SequencePhase = SequencePhase.WAITING
     finish: EngineFinishReason | None = None
     slot: int | None = None
@@ -86,6 +89,11 @@ class Sequence:
     row_drafts: RowDrafts = field(default_factory=RowDrafts)
     epoch: int = 0
     """Counts placements; results of a step launched in an earlier one are dropped."""
+
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether pages of lower tiers are under way for it."""
+        return any(each is not None and each.running for each in (self.promotion, self.disk_read))
 
     @property
     def rank(self) -> tuple[int, int, int]:

@@ -141,13 +141,13 @@ class Scheduler(SchedulerState):
         followers = [] if request.forked else request.sequences[1:]
         if self.slots.free < 1 + len(followers):
             return False
-        if leader.promotion is not None and leader.promotion.running:
+        if leader.awaits_pages:
             return True
         known = len(leader.tokens)
         cached = self.cached_pages(leader)
         if request.wants_all_positions:
             cached = 0
-        promoted = self.promotable(leader, cached)
+        promoted, _ = self.promotable(leader, cached)
         embeds = request.pooling is not None
         route = PromptRoute.LOCAL if embeds else self._route(leader, known - promoted * size)
         if route is PromptRoute.DEFER or leader.phase is not SequencePhase.WAITING:

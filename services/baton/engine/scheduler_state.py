@@ -133,20 +133,26 @@ class SchedulerState:
             sequence.match = self.cache.version, tokens // size
         return sequence.match[1]
 
-    def promotable(self, leader: Sequence, cached: int) -> int:
-        """Leading page indexes that the leader can take from the prefix tree, having waited for the tier."""
+    def promotable(self, leader: Sequence, cached: int) -> tuple[int, float]:
+        """Leading page indexes that the leader can take from the prefix tree, having waited for lower tiers,
+        and for how many seconds it waits."""
         tier, request = self.cache.tier, leader.request
         if tier is None or leader.promotion is not None or request.wants_all_positions:
-            return cached
+            return cached, 0.0
         assert leader.encoded is not None
         limit = (len(leader.tokens) - 1) // tier.cache.page_size
-        return tier.promotable(leader.encoded, request.namespace, cached, limit)
+        disk = leader.disk_read is None
+        return tier.promotable(leader.encoded, request.namespace, cached, limit, disk=disk)
 
     def promote(self, leader: Sequence, rows: int) -> bool:
-        """Whether the leader now waits for pages of the host tier."""
+        """Whether the leader now waits for pages of lower tiers."""
         assert self.cache.tier is not None and leader.encoded is not None
-        tier, room = self.cache.tier, max(0, self.reservations.headroom)
-        leader.promotion = tier.promote(leader.encoded, leader.request.namespace, rows, room)
+        tier, room, namespace = self.cache.tier, max(0, self.reservations.headroom), leader.request.namespace
+        if tier.disk is not None and leader.disk_read is None:
+            leader.disk_read = tier.disk.read(leader.encoded, namespace, rows)
+            if leader.disk_read is not None:
+                return True
+        leader.promotion = tier.promote(leader.encoded, namespace, rows, room)
         return leader.promotion is not None
 
     def extend(self, sequence: Sequence, rows: int) -> bool:
@@ -248,7 +254,7 @@ class SchedulerState:
         leader.diverges = 0
         if self.cache.has_states and holding is not None and leader.encoded is not None:
             leader.diverges = self.cache.known_length(leader.encoded, leader.request.namespace)
-        leader.encoded = leader.match = leader.promotion = None
+        leader.encoded = leader.match = leader.promotion = leader.disk_read = None
         leader.holding = holding
         if holding is not None:
             leader.computed = leader.retired = len(holding) * self.cache.page_size

@@ -13,18 +13,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count as counter
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from baton.kvcache.block_table import BlockTable
 from baton.kvcache.eviction import Policy
 from baton.kvcache.kv_cache_manager import KvCacheManager
 from baton.kvcache.kv_groups import NO_PAGE
 from baton.kvcache.page_allocator import require
-from baton.kvcache.prefix_tree import TokenKey
 from baton.kvcache.tree_node import PageRow
+
+if TYPE_CHECKING:
+    from baton.kvcache.disk_tier import DiskTier
 
 PROMOTION_SECONDS = 5.0
 """A request waits no longer for its pages; then it is computed."""
+LOOK_SECONDS = 0.05
+"""Least time between two looks for pages to write to a disk."""
 
 
 class PageCopier(Protocol):
@@ -82,10 +86,10 @@ class HostTier:
         first: KvCacheManager,
         cache: KvCacheManager,
         copier: PageCopier,
-        pays: Callable[[int, int, int], bool] = lambda cached, tokens, pages: True,
+        pays: Callable[[int, int, float], bool] = lambda cached, tokens, seconds: True,
     ) -> None:
-        """`first`: of the pool on the device. `cache`: of the tier. `pays(cached, tokens, pages)`: whether to
-        promote `pages` pages takes less time than to compute tokens `cached` to `tokens`."""
+        """`first`: of the pool on the device. `cache`: of the tier. `pays(cached, tokens, seconds)`: whether
+        to compute tokens `cached` to `tokens` takes longer."""
         if (first.page_size, first.groups) != (cache.page_size, cache.groups):
             raise ValueError("the pages of the two pools hold different things")
         self.cache = cache
@@ -99,6 +103,9 @@ class HostTier:
         self._running: dict[int, TierCopy] = {}
         self._demotion: TierCopy | None = None
         self._looked = (-1, -1, -1)
+        self._look_at = 0.0
+        self.disk: DiskTier | None = None
+        """Is given what comes to this tier; sets this itself."""
         # As many pages as two pools have half of: a smaller tier would evict what the first pool evicts next.
         self._ahead = min(first.counts().total, cache.counts().total) // 2
         first.tier = self
@@ -110,21 +117,31 @@ class HostTier:
 
     # --- promotion --------------------------------------------------------------------------------------
 
-    def promotable(self, tokens: TokenKey, namespace: str, cached: int, limit: int) -> int:
+    def promotable(
+        self, tokens: bytes, namespace: str, cached: int, limit: int, *, disk: bool = False
+    ) -> tuple[int, float]:
         """Page indexes of `tokens`, `limit` at most, that the first pool would hold after a promotion that
-        pays; `cached`, as many as it holds now, where there is none. Changes nothing."""
-        size = self.cache.page_size
+        pays, and the seconds that this takes; `cached`, as many as it holds now, where there is none.
+        `disk`: a read from the disk may come first. Changes nothing."""
+        size, groups = self.cache.page_size, len(self.cache.groups)
         rows = self.cache.match_length(tokens, namespace, limit) // size
-        if rows <= cached or not self.pays(
-            cached * size, rows * size, (rows - cached) * len(self.cache.groups)
-        ):
-            return cached
-        return rows
+        ways = [(rows, 0.0)]
+        if disk and self.disk is not None:
+            begin = max(rows, cached)
+            end = self.disk.readable(tokens, namespace, begin, limit)
+            ways.insert(0, (end, self.disk.seconds((end - rows) * groups)))
+        for end, read in ways:
+            seconds = read + (end - cached) * groups * self.page_seconds
+            if end > cached and self.pays(cached * size, end * size, seconds):
+                return end, seconds
+        return cached, 0.0
 
     def promote(self, tokens: bytes, namespace: str, rows: int, room: int) -> TierCopy | None:
-        """Begins to copy the first `rows` page indexes, as far as the first pool lacks them; at most `room`
-        pages less are available there then. None: there is no room, or nothing to copy."""
-        first, position = self._first, self._position(rows)
+        """Begins to copy the first `rows` page indexes, as far as this tier has them and the first pool lacks
+        them; at most `room` pages less are available there then. None: no room, or nothing to copy."""
+        first = self._first
+        rows = self.cache.match_length(tokens, namespace, rows) // self.cache.page_size
+        position = self._position(rows)
         found = self.cache.find(tokens, namespace, rows, position)
         if len(found) < rows:
             return None
@@ -146,21 +163,27 @@ class HostTier:
                 copy.due = now + PROMOTION_SECONDS
             elif copy.due <= now:
                 copy.running = False
+        if self.disk is not None:
+            self.disk.tick(now)
         if self._demotion is None:
-            self._demote()
+            self._demote(now)
 
-    def _demote(self) -> None:
+    def _demote(self, now: float) -> None:
         first = self._first
         state = first.version, first.counts().free, first.available
-        if state == self._looked:
+        if state == self._looked or now < self._look_at:
             return
-        for node in first.leaving(self._ahead - state[1]):
+        ahead = self._ahead
+        if self.disk is not None:  # what it has survives the process: all that is cached
+            ahead, self._look_at = first.counts().total, now + LOOK_SECONDS
+        for node in first.leaving(ahead - state[1]):
             if node.demoted:
                 continue
             for above in node.path():
                 above.demoted = True
             namespace, key, rows = first.path_of(node)
             if rows and self._demote_path(namespace, key, rows):
+                self._look_at = now
                 return
         self._looked = state
 
@@ -229,6 +252,8 @@ class HostTier:
                 self.counters.promoted_pages += pages
             else:
                 self.counters.demoted_pages += pages
+            if self.disk is not None and not copy.up:
+                self.disk.offer(copy.namespace, copy.key[: rows * 4 * self.cache.page_size])
         target.release(copy.holding, 0)
 
     def _unchanged(self, copy: TierCopy) -> int:
@@ -243,6 +268,8 @@ class HostTier:
     def withdraw(self, namespace: str, first: bytes) -> None:
         """What begins with these tokens of one page, 4 bytes each, is damaged: nobody finds it any more."""
         self.cache.withdraw_prefix(first, namespace)
+        if self.disk is not None:
+            self.disk.withdraw(namespace, first)
         for copy in self._running.values():
             if copy.namespace == namespace and copy.key.startswith(first):
                 copy.spoiled = True

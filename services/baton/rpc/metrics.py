@@ -58,6 +58,10 @@ COUNTERS = {
     "promoted_pages": "KV pages copied back from the host tier.",
     "promotions": "Requests for which pages were copied back from the host tier.",
     "dropped_copies": "Copies to or from the host tier that were dropped, since a page was reused meanwhile.",
+    "disk_written_pages": "KV pages written to files of the disk tier.",
+    "disk_read_pages": "KV pages read from files of the disk tier.",
+    "disk_reads": "Requests for which pages were read from files of the disk tier.",
+    "disk_evicted": "Files of the disk tier that were removed to make room.",
     "retractions": "Requests that lost their pages under memory pressure.",
     "finished": "Requests that finished.",
     "failed": "Requests that failed.",
@@ -77,6 +81,7 @@ COUNTERS = {
 REASONS = {
     "handoff_retry_reasons": "Hand-offs tried again, by reason.",
     "borrow_failures": "Pulls out of other workers' prefix trees that failed, by reason.",
+    "disk_faults": "KV pages not read from files of the disk tier, or not written, by reason.",
 }
 GAUGES = {
     "draining": "1 while draining.",
@@ -91,6 +96,7 @@ GAUGES = {
     "paused": "Requests not generated now because their client does not read.",
     "prompt_tokens_per_second": "Prompt tokens computed a second in full steps, a moving average.",
     "queued_tokens": "Prompt tokens still to be computed here.",
+    "disk_bytes": "Bytes of the disk tier's files.",
     "available_pages": "KV pages that a request could take now.",
 }
 

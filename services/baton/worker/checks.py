@@ -59,7 +59,12 @@ def _check(config: WorkerConfig) -> None:
         )
     if config.tp > 1 and config.batch_invariant:
         raise invalid("batch_invariant", "--batch-invariant does not work with --tp; leave one of them out")
-    if parse_size(config.host_memory) and config.tp > 1:
+    if config.disk and not (
+        parse_size(config.host_memory, "host_memory") and parse_size(config.disk_size, "disk_size")
+    ):
+        text = "--disk needs --host-memory, through which its pages go, and a --disk-size: give it both"
+        raise invalid("disk", text)
+    if parse_size(config.host_memory, "host_memory") and config.tp > 1:
         raise invalid("host_memory", "--host-memory does not work with --tp; leave one of them out")
     check_hosts(config)
     if config.kv_dtype not in KV_DTYPES:

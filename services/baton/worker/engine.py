@@ -221,8 +221,12 @@ def _build_ranked(
         # After this nothing of consequence is allocated any more.
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
     # Measured while the pool is empty.
-    size_of_tier = parse_size(config.host_memory)
+    size_of_tier = parse_size(config.host_memory, "host_memory")
     host_memory = HostMemory(pool, cache, size_of_tier) if size_of_tier else None
+    message = _layout_message(layout, name, kv_scales(config, path, model))
+    if host_memory is not None and config.disk:
+        meaning = message.SerializeToString(deterministic=True)
+        host_memory.add_disk(Path(config.disk), parse_size(config.disk_size, "disk_size"), meaning)
     pooling = read_pooling(path)
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
@@ -259,7 +263,7 @@ def _build_ranked(
         published=published,
         ranks=ranks,
         kinds=kinds,
-        layout=_layout_message(layout, info.fingerprint, kv_scales(config, path, model)),
+        layout=message,
         model_info=info,
         device=device,
         attention=f"prefill={prefill.name} decode={decode.name}",

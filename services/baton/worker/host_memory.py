@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.kvcache.disk_tier import DiskTier
 from baton.kvcache.host_tier import HostTier, keep_what_returns
 from baton.kvcache.kv_pool import PagePool
 from baton.rpc.errors import failed_precondition, invalid
@@ -20,6 +23,7 @@ from baton.rpc.logs import get_logger
 from baton.step_cost import StepCost, StepLoad, chunk_pairs
 from baton.transport.base import runs_of
 from baton.worker.memory import check_pool
+from baton.worker.page_directory import PageDirectory
 
 _log = get_logger()
 
@@ -31,13 +35,13 @@ Report = Callable[[Callable[[], None]], None]
 """Has something called in the step thread."""
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 64G; 0 for an empty text. Raises BatonError."""
+def parse_size(text: str, field: str) -> int:
+    """Bytes of a size such as 64G; 0 for an empty text. `field`: of the configuration. Raises BatonError."""
     number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
     if not text:
         return 0
     if not number.isdecimal():
-        raise invalid("host_memory", f"--host-memory {text!r} is no size: write it as 64G")
+        raise invalid(field, f"--{field.replace('_', '-')} {text!r} is no size: write it as 64G")
     return int(number) * unit
 
 
@@ -77,27 +81,39 @@ class HostMemory:
         ]
         self._threads.append(threading.Thread(target=self._grow, name="baton-host-memory", daemon=True))
         self.tier.page_seconds = self._measure()
+        self.directory: PageDirectory | None = None
+        """Of the disk tier; None: there is none."""
+
+    def add_disk(self, path: Path, size: int, layout: bytes) -> None:
+        """Adds a disk tier of `size` bytes. `layout`: says what pages mean. Raises BatonError."""
+        self.directory = PageDirectory(path, size, self._page)
+        fingerprint = sha256(layout).digest()
+        self.directory.tier = DiskTier(self.tier, self.directory, fingerprint, self._page_bytes)
 
     def start(self, report: Report, cost: Callable[[], StepCost]) -> None:
         """`cost`: of steps, now."""
         self._report = report
         self.tier.pays = partial(self._pays, cost)
+        if self.directory is not None:
+            self.directory.start(report)
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
         """Waits for running copies."""
         self._closed.set()
+        if self.directory is not None:
+            self.directory.close()
         for way in self._ways.values():
             way.put(None)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
 
-    def _pays(self, cost: Callable[[], StepCost], cached: int, tokens: int, pages: int) -> bool:
+    def _pays(self, cost: Callable[[], StepCost], cached: int, tokens: int, seconds: float) -> bool:
         count = tokens - cached
         load = StepLoad(prefill_tokens=count, attention_pairs=chunk_pairs(cached, count))
-        return pages * self.tier.page_seconds < cost().seconds(load)
+        return seconds < cost().seconds(load)
 
     # --- copies -----------------------------------------------------------------------------------------
 
@@ -161,6 +177,11 @@ class HostMemory:
         return min(seconds) / count
 
     # --- memory -----------------------------------------------------------------------------------------
+
+    def _page(self, page: int) -> memoryview:
+        """Its bytes, writable."""
+        slab, offset = divmod(page, self._per_slab)
+        return self._slabs[slab][offset].numpy().data
 
     def _slab(self, pages: int) -> torch.Tensor:
         """Raises BatonError when it cannot be pinned."""

@@ -60,6 +60,11 @@ def add_tier(load: node_pb2.Load, tier: HostTier) -> None:
     load.host_pages.CopyFrom(node_pb2.PageCounts(**asdict(tier.cache.counts())))
     load.demoted_pages, load.promoted_pages = tier.counters.demoted_pages, tier.counters.promoted_pages
     load.promotions, load.dropped_copies = tier.counters.promotions, tier.counters.dropped
+    if tier.disk is not None:
+        disk, files = tier.disk, tier.disk.files
+        load.disk_written_pages, load.disk_read_pages = disk.counters.written_pages, disk.counters.read_pages
+        load.disk_reads, load.disk_evicted, load.disk_bytes = disk.counters.reads, files.evicted, files.size
+        load.disk_faults.update(disk.faults)
     load.host_token_seconds = tier.page_seconds * len(tier.cache.groups) / tier.cache.page_size
 
 

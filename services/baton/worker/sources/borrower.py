@@ -169,12 +169,11 @@ class Borrower:
     def _promotes_first(self, leader: Sequence) -> bool:
         """Whether pages come, or are now to come, out of this worker's own host tier. What that lacks is
         asked for when they are here."""
-        if leader.promotion is not None:
-            return leader.promotion.running
-        cached, groups = self._scheduler.cached_pages(leader), len(self._cache.groups)
-        own, tier = self._scheduler.promotable(leader, cached), self._cache.tier
-        pull = self.cost.seconds((own - cached) * self._cache.page_size)
-        return tier is not None and own > cached and (own - cached) * groups * tier.page_seconds <= pull
+        if leader.awaits_pages:
+            return True
+        cached = self._scheduler.cached_pages(leader)
+        own, seconds = self._scheduler.promotable(leader, cached)
+        return own > cached and seconds <= self.cost.seconds((own - cached) * self._cache.page_size)
 
     def _may_ask(self, source: PromptSource, peer: Peer) -> bool:
         same = peer.up and peer.incarnation == source.incarnation

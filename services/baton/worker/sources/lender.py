@@ -83,7 +83,7 @@ class CacheLender:
             return None
         key, size = cache.encode(tokens), cache.page_size
         cached = cache.match_length(key, namespace) // size
-        rows = tier.promotable(key, namespace, cached, len(tokens) // size)
+        rows, _ = tier.promotable(key, namespace, cached, len(tokens) // size)
         room = self._scheduler.reservations.headroom
         return tier.promote(key, namespace, rows, room) if rows > cached and room > 0 else None
 

@@ -1,0 +1,241 @@
+"""The directory of a worker's disk tier, and the threads that read and write its files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count as counter
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from baton.kvcache.disk_tier import DiskTier, FileJob, FilePage
+from baton.kvcache.page_file import CRC_BYTES, begin_bytes, begins_with, fault, sealed
+from baton.rpc.errors import failed_precondition
+from baton.rpc.logs import get_logger
+
+_log = get_logger()
+
+READERS = 4
+"""Threads that read the files of a prompt."""
+SCAN_SECONDS = 10.0
+"""How often other processes' files are looked for."""
+PAUSE_SECONDS = 10.0
+"""Nothing is written for so long after a write has failed: the disk may be full."""
+LEAVE = 0.95
+"""Part of the size that eviction leaves."""
+ABANDONED_SECONDS = 600.0
+"""An unfinished file of this age is nobody's."""
+PART = ".part"
+Report = Callable[[Callable[[], None]], None]
+"""Has something called in the step thread."""
+
+
+class PageDirectory:
+    """Implements kvcache.disk_tier.PageFiles. Other processes may use the same directory: files appear whole,
+    by their renaming, and may be gone at any time."""
+
+    tier: DiskTier
+    """Set by its owner before `start`."""
+
+    def __init__(self, path: Path, limit: int, page: Callable[[int], memoryview]) -> None:
+        """`limit`: bytes of all files, at most. `page`: writable bytes of a page of the host tier. Raises
+        BatonError for a directory that cannot be used."""
+        self._path, self._limit, self._page = path, limit, page
+        self._known: dict[str, tuple[int, float]] = {}
+        """Bytes, and when last used, by name. Changed by the writing thread, but for what reads touch."""
+        self.size = 0
+        """Bytes of all files, as far as is known."""
+        self.evicted = 0
+        """Files that were removed to make room."""
+        self._numbers = counter()
+        self._paused = 0.0
+        self._report: Report = lambda call: None
+        self._writes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._reads: SimpleQueue[FileJob | None] = SimpleQueue()
+        self._pool = ThreadPoolExecutor(READERS, "baton-disk-reader")
+        self._threads = [
+            threading.Thread(target=self._serve_writes, name="baton-disk-writes", daemon=True),
+            threading.Thread(target=self._serve_reads, name="baton-disk-reads", daemon=True),
+        ]
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stat = path.stat()
+            if stat.st_mode & 0o022 or stat.st_uid not in (0, os.geteuid()):
+                text = "others may write there, and so choose what a prompt sees"
+                raise failed_precondition(f"--disk {path}: {text}; it must be this user's, mode 700")
+            self._scan()
+        except OSError as error:
+            raise failed_precondition(f"--disk {path}: {error.strerror}; name another directory") from error
+
+    def start(self, report: Report) -> None:
+        self._report = report
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Waits for the jobs that run."""
+        self._writes.put(None)
+        self._reads.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._pool.shutdown()
+
+    # --- PageFiles --------------------------------------------------------------------------------------
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def write(self, job: FileJob) -> None:
+        self._writes.put(lambda: self._write(job))
+
+    def read(self, job: FileJob) -> None:
+        self._reads.put(job)
+
+    def remove(self, namespace: str, first: bytes) -> None:
+        self._writes.put(lambda: self._remove(namespace, first))
+
+    # --- reading ----------------------------------------------------------------------------------------
+
+    def _serve_reads(self) -> None:
+        while (job := self._reads.get()) is not None:
+            began = time.perf_counter()
+            faults = list(self._pool.map(partial(self._read_page, job), job.pages))
+            seconds = time.perf_counter() - began
+            self._report(partial(self.tier.read_ended, job.number, faults, seconds))
+
+    def _read_page(self, job: FileJob, each: FilePage) -> str:
+        """What was wrong; empty: nothing."""
+        path = self._file(each.name)
+        try:
+            head, page = job.header(each), self._page(each.page)
+            found, more = bytearray(len(head) + CRC_BYTES), bytearray(1)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                size = os.preadv(file, [found, page, more], 0)
+                now = time.time()
+                os.utime(file, (now, now))
+            finally:
+                os.close(file)
+        except FileNotFoundError:
+            self._known.pop(each.name, None)
+            return "gone"
+        except OSError as error:
+            _log.warning("a page was not read", path=str(path), error=error.strerror)
+            return "unreadable"
+        wrong = "damaged" if size != len(found) + len(page) else fault(head, found, page)
+        if wrong:
+            # Written anew when the page is given up the next time.
+            self._known.pop(each.name, None)
+            path.unlink(missing_ok=True)
+            _log.warning("a file of the disk tier was removed", path=str(path), why=wrong)
+        else:
+            self._known[each.name] = (size, now)
+        return wrong
+
+    # --- writing ----------------------------------------------------------------------------------------
+
+    def _serve_writes(self) -> None:
+        scanned = time.monotonic()
+        while True:
+            try:
+                job = self._writes.get(timeout=SCAN_SECONDS)
+                if job is None:
+                    return
+                job()
+            except Empty:
+                pass
+            except OSError as error:
+                _log.warning("the disk tier's directory", error=str(error))
+            if time.monotonic() - scanned >= SCAN_SECONDS:
+                self._look_again()
+                scanned = time.monotonic()
+
+    def _look_again(self) -> None:
+        try:
+            self._scan()
+            self._evict(0)
+        except OSError as error:
+            _log.warning("the disk tier's directory cannot be read", error=error.strerror)
+
+    def _write(self, job: FileJob) -> None:
+        faults = [self._write_page(job, each) for each in job.pages]
+        self._report(partial(self.tier.written, job.number, faults))
+
+    def _write_page(self, job: FileJob, each: FilePage) -> str:
+        if time.monotonic() < self._paused:
+            return "paused"
+        path, page = self._file(each.name), self._page(each.page)
+        begin = sealed(job.header(each), page)
+        size = len(begin) + len(page)
+        part = path.with_name(f".{each.name}.{os.getpid()}.{next(self._numbers)}{PART}")
+        try:
+            self._evict(size)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                if os.writev(file, [begin, page]) != size:
+                    raise OSError(errno.ENOSPC, "there was not room for all of it")
+            finally:
+                os.close(file)
+            part.rename(path)
+        except OSError as error:
+            self._paused = time.monotonic() + PAUSE_SECONDS
+            _log.warning("a page was not written", path=str(path), error=error.strerror)
+            part.unlink(missing_ok=True)
+            return "full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "unwritable"
+        self._known[each.name] = (size, time.time())
+        self.size += size
+        return ""
+
+    def _evict(self, more: int) -> None:
+        """Removes those files that were used least recently, if they and `more` bytes are too many."""
+        if self.size + more <= self._limit:
+            return
+        for name, (size, _) in sorted(self._known.items(), key=lambda item: item[1][1]):
+            if self.size + more <= LEAVE * self._limit:
+                return
+            self._file(name).unlink(missing_ok=True)
+            self._known.pop(name, None)
+            self.evicted += 1
+            self.size -= size
+
+    def _remove(self, namespace: str, first: bytes) -> None:
+        for name in list(self._known):
+            path = self._file(name)
+            try:
+                with path.open("rb") as file:
+                    found = file.read(begin_bytes(namespace, first))
+            except OSError:
+                continue
+            if begins_with(found, namespace, first):
+                path.unlink(missing_ok=True)
+                self._known.pop(name, None)
+
+    # --- the directory ----------------------------------------------------------------------------------
+
+    def _file(self, name: str) -> Path:
+        return self._path / name[:2] / name
+
+    def _entries(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+        for folder in os.scandir(self._path):
+            if len(folder.name) == 2 and folder.is_dir(follow_symlinks=False):
+                for entry in os.scandir(folder):
+                    try:
+                        yield entry, entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:  # removed by another process
+                        continue
+
+    def _scan(self) -> None:
+        found: dict[str, tuple[int, float]] = {}
+        for entry, stat in self._entries():
+            if not entry.name.endswith(PART):
+                found[entry.name] = (stat.st_size, stat.st_mtime)
+            elif time.time() - stat.st_mtime > ABANDONED_SECONDS:
+                Path(entry.path).unlink(missing_ok=True)
+        self._known, self.size = found, sum(size for size, _ in found.values())

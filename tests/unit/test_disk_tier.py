@@ -1,0 +1,296 @@
+"""The disk tier: what comes out of files is what went in, or nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree, page_file
+from baton.kvcache.disk_tier import DiskTier
+from baton.kvcache.host_tier import HostTier
+from baton.kvcache.kv_groups import FULL
+from baton.rpc.errors import BatonError
+from baton.worker.page_directory import PageDirectory
+
+SIZE, PAGE_BYTES = 4, 512
+LAYOUT = b"l" * 32
+TOKENS = list(range(100, 100 + 6 * SIZE))
+WAIT_SECONDS = 10.0
+
+
+class Node:
+    """A host tier with a disk, whose calls are made when the test waits for them."""
+
+    def __init__(self, path: Path, size: int = 2**20, pages: int = 32, layout: bytes = LAYOUT) -> None:
+        cache = KvCacheManager(PageAllocator(pages), PrefixTree(SIZE, groups=(FULL,)))
+        first = KvCacheManager(PageAllocator(pages), PrefixTree(SIZE, groups=(FULL,)))
+        self.memory = memoryview(bytearray(pages * PAGE_BYTES))
+        self.host = HostTier(first, cache, self)
+        self.files = PageDirectory(path, size, self.page)
+        self.disk = self.files.tier = DiskTier(self.host, self.files, layout, PAGE_BYTES)
+        self.files.start(self.report)
+        self.calls: list[object] = []
+
+    def copy(self, number, pairs, up) -> None:
+        raise AssertionError("nothing is demoted here")
+
+    def page(self, page: int) -> memoryview:
+        return self.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
+
+    def report(self, call) -> None:
+        self.calls.append(call)
+
+    def wait(self) -> None:
+        """Until nothing runs any more."""
+        end = time.monotonic() + WAIT_SECONDS
+        while self.disk.copies:
+            assert time.monotonic() < end
+            while self.calls:
+                self.calls.pop(0)()
+            time.sleep(0.001)
+        self.host.cache.check()
+
+    def put(self, tokens=TOKENS, namespace: str = "") -> None:
+        """The host tier is given these tokens, and they are written."""
+        cache, rows = self.host.cache, len(tokens) // SIZE
+        holding = cache.hold(tokens, namespace, rows)
+        begin = len(holding)
+        cache.extend(holding, rows)
+        for row in range(begin, rows):
+            self.page(holding.tables[0][row])[:] = content(tokens[: (row + 1) * SIZE], namespace)
+        cache.commit(holding, tokens, namespace)
+        cache.release(holding, 0)
+        self.disk.offer(namespace, cache.encode(tokens))
+        self.disk.tick(0.0)
+        self.wait()
+
+    def get(self, tokens=TOKENS, namespace: str = "") -> int:
+        """Page indexes that the host tier holds after a read, each compared."""
+        cache = self.host.cache
+        key = cache.encode(tokens)
+        rows = self.disk.readable(
+            key, namespace, cache.match_length(key, namespace) // SIZE, len(tokens) // SIZE
+        )
+        self.disk.read(key, namespace, rows)
+        self.wait()
+        holding = cache.hold(key, namespace)
+        for row, page in enumerate(holding.tables[0]):
+            assert self.page(page) == content(tokens[: (row + 1) * SIZE], namespace), "another page's bytes"
+        rows = len(holding)
+        cache.release(holding, 0)
+        cache.check(idle=True)
+        return rows
+
+    def close(self) -> None:
+        self.files.close()
+
+
+def content(tokens, namespace: str) -> bytes:
+    return random.Random(f"{namespace} {list(tokens)}").randbytes(PAGE_BYTES)
+
+
+@pytest.fixture
+def node(tmp_path: Path):
+    made: list[Node] = []
+
+    def make(folder: str = "disk", **options) -> Node:
+        made.append(Node(tmp_path / folder, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_was_written_is_read_by_the_next_process(node, tmp_path: Path):
+    node().put()
+    again = node()
+    assert again.get() == 6
+    assert (again.disk.counters.read_pages, again.disk.counters.reads) == (6, 1) and not again.disk.faults
+    assert again.get([*TOKENS[:10], 1, 2, *TOKENS[12:]]) == 2
+    assert {path.stat().st_mode & 0o777 for path in files(tmp_path)} == {0o600}
+    assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o700
+
+
+def test_another_process_finds_them_while_both_run(node):
+    one, other = node(), node()
+    one.put()
+    assert other.get() == 0
+    other.files._scan()
+    assert other.get() == 6
+    longer = [*TOKENS, 1, 2, 3, 4]
+    other.put(longer)
+    assert other.disk.counters.written_pages == 1, "those that are there are not written again"
+    one.files._scan()
+    assert one.get(longer) == 7
+
+
+@pytest.mark.parametrize("other", [{"layout": b"m" * 32}, {"namespace": "b"}])
+def test_another_layout_or_namespace_finds_nothing(node, other: dict):
+    node().put(namespace="a")
+    namespace = other.pop("namespace", "a")
+    again = node(**other)
+    assert again.get(namespace=namespace) == 0 and not again.disk.counters.reads
+
+
+def test_a_file_under_anothers_name_is_a_miss(node, tmp_path: Path):
+    """Another tenant's, another layout's, an older one, the same tokens behind other ones."""
+    others = [node("other", layout=b"m" * 32), node("tenant"), node("tokens"), node("earlier")]
+    others[0].put()
+    others[1].put(namespace="tenant")
+    others[2].put([*TOKENS[:4], 0, *TOKENS[5:]])
+    others[3].put(TOKENS[4:])
+    for number, folder in enumerate(("other", "tenant", "tokens", "earlier")):
+        own = node(str(number))
+        own.put()
+        key = own.host.cache.encode(TOKENS)
+        name = own.disk._names_of("", key).name(2, 0)
+        wrong = others[number]
+        tokens, namespace = [
+            (TOKENS, ""),
+            (TOKENS, "tenant"),
+            ([*TOKENS[:4], 0, *TOKENS[5:]], ""),
+            (TOKENS[4:], ""),
+        ][number]
+        row = 1 if folder == "earlier" else 2
+        theirs = wrong.disk._names_of(namespace, wrong.host.cache.encode(tokens)).name(row, 0)
+        path = own.files._file(name)
+        path.write_bytes(wrong.files._file(theirs).read_bytes())
+        again = node(str(number))
+        assert again.get() == 2, folder
+        assert sum(again.disk.faults.values()) == 1 and not path.exists()
+
+
+def test_a_file_torn_anywhere_is_a_miss(node, tmp_path: Path):
+    first = node()
+    first.put(TOKENS[:SIZE])
+    (path,) = files(tmp_path)
+    whole, rng = path.read_bytes(), random.Random(0)
+    head = len(whole) - PAGE_BYTES
+    lengths = [*range(head + 1), *(rng.randrange(head, len(whole)) for _ in range(40)), len(whole) - 1]
+    flips = [*range(head), *(rng.randrange(head, len(whole)) for _ in range(40))]
+    wrong = [whole[:length] for length in lengths]
+    wrong += [whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :] for at in flips]
+    wrong += [whole[:at] + bytes(len(whole) - at) for at in lengths if any(whole[at:])]
+    wrong += [whole + b"\0", whole + whole, b""]
+    reader = node()
+    for number, each in enumerate(wrong, 1):
+        path.write_bytes(each)
+        reader.files._scan()
+        assert reader.get(TOKENS[:SIZE]) == 0
+        assert sum(reader.disk.faults.values()) == number and not path.exists()
+    path.write_bytes(whole)
+    reader.files._scan()
+    assert reader.get(TOKENS[:SIZE]) == 1
+    assert set(reader.disk.faults) == {"damaged", "other"}
+
+
+def test_a_file_that_is_gone_or_cannot_be_read_is_a_miss(node, tmp_path: Path):
+    node().put()
+    reader = node()
+    gone, directory = (
+        reader.files._file(reader.disk._names_of("", reader.host.cache.encode(TOKENS)).name(row, 0))
+        for row in (3, 1)
+    )
+    gone.unlink()
+    assert reader.get() == 3
+    assert reader.disk.faults == {"gone": 1}
+    again = node()
+    directory.unlink()
+    directory.mkdir()
+    assert again.get() == 1
+    assert again.disk.faults == {"unreadable": 1, "gone": 1} or again.disk.faults == {"unreadable": 1}
+
+
+def test_a_full_disk_costs_a_counter(node, tmp_path: Path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = node()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, before[1]))
+    try:
+        writer.put()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert writer.disk.faults == {"full": 1, "paused": 5} and not files(tmp_path)
+    assert node().get() == 0
+    writer.files._paused = 0.0
+    writer.put()
+    assert node().get() == 6
+
+
+def test_the_least_recently_used_make_room(node, tmp_path: Path):
+    writer, limit = node(size=14 * 640, pages=64), 14 * 640
+    prompts = [[number, *TOKENS[1:]] for number in range(6)]
+    for number, prompt in enumerate(prompts):
+        if number == 2:
+            reader = node(size=limit)
+            assert reader.get(prompts[0]) == 6  # used again, also by another process
+            writer.files._scan()
+        writer.put(prompt)
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= limit
+        if number == 2:
+            assert node().get(prompts[0]) == 6 and node().get(prompts[1]) < 6
+    assert writer.files.evicted and node().get(prompts[5]) == 6 and node().get(prompts[1]) == 0
+
+
+def test_what_is_damaged_is_removed_and_what_is_being_read_of_it_dropped(node, tmp_path: Path):
+    writer = node()
+    writer.put()
+    writer.put(namespace="other")
+    reader = node()
+    cache = reader.host.cache
+    key = cache.encode(TOKENS)
+    reader.disk.read(key, "", 6)
+    reader.host.withdraw("", key[: 4 * SIZE])
+    reader.wait()
+    assert cache.match_length(key) == 0
+    reader.close()
+    assert node().get() == 0 and node().get(namespace="other") == 6
+
+
+def test_names_are_bound_to_all_that_comes_before():
+    key = KvCacheManager(PageAllocator(1), PrefixTree(SIZE)).encode
+    name = lambda tokens, namespace="", layout=LAYOUT, group=0: page_file.PageNames(  # noqa: E731
+        layout, namespace, key(tokens), 4 * SIZE
+    ).name(1, group)
+    names = Counter(
+        [
+            name(TOKENS),
+            name([1, *TOKENS[1:]]),
+            name(TOKENS, "x"),
+            name(TOKENS, "", b"m" * 32),
+            name(TOKENS, group=1),
+        ]
+    )
+    assert max(names.values()) == 1 and name(TOKENS[:8]) == name(TOKENS)
+    assert all(len(bytes.fromhex(each.split("-")[0])) == 32 for each in names)
+
+
+def test_a_directory_that_others_may_write_is_refused(tmp_path: Path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(BatonError, match="mode 700"):
+        PageDirectory(tmp_path / "open", 1, lambda page: memoryview(b""))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BatonError, match="another directory"):
+        PageDirectory(tmp_path / "file", 1, lambda page: memoryview(b""))
+
+
+def test_unfinished_files_of_processes_that_are_gone_are_removed(node, tmp_path: Path):
+    node().put()
+    (found, *_) = files(tmp_path)
+    part, young = found.with_name(".x.1.1.part"), found.with_name(".y.1.1.part")
+    part.touch()
+    young.touch()
+    os.utime(part, (1, 1))
+    assert node().get() == 6
+    assert young.exists() and not part.exists()
