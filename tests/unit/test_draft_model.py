@@ -198,7 +198,7 @@ CONFIG = DecodeConfig(
 def test_a_worker_with_a_draft_model():
     engine = build_engine(CONFIG, new_incarnation())
     try:
-        drafter = make_drafter(CONFIG, engine.drafter)
+        drafter = make_drafter(CONFIG, engine.drafter, engine.cache)
         assert isinstance(drafter, ModelDrafter)
         params = [SamplingParams(temperature=0.7, seed=4, max_tokens=20)]
         prompts, steps = [[30, 40, 50, 60]], []

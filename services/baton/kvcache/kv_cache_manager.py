@@ -23,6 +23,7 @@ from baton.kvcache.page_allocator import (
 )
 from baton.kvcache.prefix_tree import PrefixTree, TokenKey, TreeObserver
 from baton.kvcache.tree_node import PageRow, TreeNode
+from baton.kvcache.tree_walk import TreeWalk
 from baton.layers.cache_spec import State
 
 if TYPE_CHECKING:
@@ -99,6 +100,10 @@ class KvCacheManager:
         """The pages that `hold` with these arguments would find. Counts as a use, and holds nothing: they may
         be evicted at any time."""
         return self._tree.match(tokens, namespace, max_rows, position)[1]
+
+    def walk(self, namespace: str) -> TreeWalk:
+        """For a sequence, to see what followed its tokens in earlier ones."""
+        return TreeWalk(self._tree, namespace)
 
     def leaving(self, pages: int) -> Iterator[TreeNode]:
         """See PrefixTree.leaving."""

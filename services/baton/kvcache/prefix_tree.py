@@ -129,6 +129,12 @@ class PrefixTree:
         """Rows that begin like `tokens`, usable or not; changes nothing."""
         return len(self._descend(self._root, self.encode(tokens, max_rows), namespace)[2])
 
+    def find(self, tokens: TokenKey, namespace: str) -> tuple[TreeNode, int]:
+        """The node in which the longest prefix of `tokens` ends that the tree has in whole pages, whether it
+        is usable or not, and its rows. Changes nothing."""
+        node, _, rows = self._descend(self._root, self.encode(tokens), namespace)
+        return node, len(rows)
+
     def unlocked_rows(
         self, tokens: TokenKey, rows: int, namespace: str, after: TreeNode | None = None
     ) -> int:

@@ -1,4 +1,6 @@
-"""Drafts what followed the last tokens when they occurred before, in the sequence's own prompt and output.
+"""Drafts what followed the last tokens when they occurred before in the sequence's own prompt and output, or
+what followed the whole sequence in the prefix tree, where outputs of earlier requests are. The longer match
+of the two goes first.
 
 Prompt lookup (Saxena, github.com/apoorvumang/prompt-lookup-decoding, 2023); the longer the match, the more is
 drafted, as in SuffixDecoding (Oliaro et al., arXiv:2411.04975).
@@ -7,16 +9,24 @@ drafted, as in SuffixDecoding (Oliaro et al., arXiv:2411.04975).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from baton.engine.draft.base import Drafter
 from baton.engine.request import Sequence as TokenSequence
+from baton.kvcache import KvCacheManager
+from baton.kvcache.tree_walk import TreeWalk
 
 LEAST_MATCH = 3
 """Tokens that must have occurred before."""
 LONGEST_MATCH = 32
 """Longer matches say no more."""
+MOST_TOKENS = 8192
+"""Of a sequence, the last: about 1 MiB."""
+OF_TREE = 8
+"""Sequence.draft_kind of what the tree has; those of the own text are below it, by the length of the
+match."""
 _BITS = 21
 """Of a token id in a key of LEAST_MATCH tokens: vocabularies are smaller than 2**21."""
 _MASK = (1 << _BITS * LEAST_MATCH) - 1
@@ -35,6 +45,9 @@ class SuffixIndex:
     def extend(self, tokens: Sequence[int]) -> int | None:
         """Learns the tokens that have been added. Returns where the last run ended before; None: nowhere."""
         ends, key, count = self._ends, self._key, self._count
+        if len(ends) > 2 * MOST_TOKENS:
+            ends.clear()
+            count = 0
         if len(tokens) - count > 64:
             key, count = self._learn_many(tokens, count)
         found = None
@@ -48,7 +61,7 @@ class SuffixIndex:
 
     def _learn_many(self, tokens: Sequence[int], first: int) -> tuple[int, int]:
         """Learns all but the last token; returns key and count."""
-        begin = max(0, first - LEAST_MATCH + 1)
+        begin = max(0, first - LEAST_MATCH + 1, len(tokens) - MOST_TOKENS)
         known = np.array(tokens[begin:-1], np.int64)
         keys = known[: len(known) - LEAST_MATCH + 1].copy()
         for offset in range(1, LEAST_MATCH):
@@ -58,19 +71,46 @@ class SuffixIndex:
         return int(keys[-1]), len(tokens) - 1
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is kept of a sequence."""
+
+    walk: TreeWalk | None
+    index: SuffixIndex = field(default_factory=SuffixIndex)
+
+
 class SuffixDrafter(Drafter):
+    def __init__(self, cache: KvCacheManager | None = None) -> None:
+        """`cache`: whose prefix tree tells how earlier sequences went on that began alike; None: none
+        does."""
+        self._cache = cache
+
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
-        index, tokens = sequence.drafting, sequence.tokens
-        if not isinstance(index, SuffixIndex):
-            index = sequence.drafting = SuffixIndex()
-        end = index.extend(tokens)
+        known, tokens = sequence.drafting, sequence.tokens
+        if not isinstance(known, _Known):
+            walk = self._cache.walk(sequence.request.namespace) if self._cache is not None else None
+            known = sequence.drafting = _Known(walk)
+        end = known.index.extend(tokens)
+        matched = _matched(tokens, end) if end is not None else 0
+        if known.walk is not None and sequence.num_read >= matched:
+            found = known.walk.onward(tokens, most)
+            if found:
+                sequence.draft_kind = OF_TREE + min(sequence.num_read, 4) // 4
+                return found
         if end is None:
             return ()
-        last, matched = len(tokens) - 1, LEAST_MATCH
-        while matched < min(LONGEST_MATCH, end + 1) and tokens[end - matched] == tokens[last - matched]:
-            matched += 1
+        sequence.draft_kind = matched.bit_length()
+        last = len(tokens) - 1
         drafts: list[int] = []
         # What follows may run into the end: then the text repeats itself, and its drafts follow.
         for at in range(end + 1, end + 1 + min(most, matched)):
             drafts.append(tokens[at] if at <= last else drafts[at - last - 1])
         return drafts
+
+
+def _matched(tokens: Sequence[int], end: int) -> int:
+    """How many of the last tokens are those that end at index `end`, of which LEAST_MATCH are known to be."""
+    last, matched = len(tokens) - 1, LEAST_MATCH
+    while matched < min(LONGEST_MATCH, end + 1) and tokens[end - matched] == tokens[last - matched]:
+        matched += 1
+    return matched

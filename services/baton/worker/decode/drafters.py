@@ -8,13 +8,14 @@ from baton.config import DecodeConfig
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.oracle import OracleDrafter
 from baton.engine.draft.suffix import SuffixDrafter
+from baton.kvcache import KvCacheManager
 
 ORACLE = "BATON_TEST_ORACLE"
 """Environment variable of tests and benchmarks: a file of continuations and, behind a colon, the share that
 is not spoiled."""
 
 
-def make_drafter(config: DecodeConfig, model: Drafter | None) -> Drafter | None:
+def make_drafter(config: DecodeConfig, model: Drafter | None, cache: KvCacheManager) -> Drafter | None:
     """None: no row has drafts. `model`: the one with a model of its own, if the configuration names one.
     Raises ValueError with a readable line."""
     oracle = os.environ.get(ORACLE, "")
@@ -27,4 +28,4 @@ def make_drafter(config: DecodeConfig, model: Drafter | None) -> Drafter | None:
     if oracle:
         path, _, right = oracle.rpartition(":")
         return OracleDrafter.read(path, float(right)) if path else OracleDrafter.read(oracle)
-    return model if config.draft_model else SuffixDrafter()
+    return model if config.draft_model else SuffixDrafter(cache)

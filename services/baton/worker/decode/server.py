@@ -44,7 +44,7 @@ class DecodeNode(DecodeShell, WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServ
         self.peers = PrefillPeers(self, config)
 
     def make_drafter(self) -> Drafter | None:
-        return make_drafter(self.config, self.engine.drafter)
+        return make_drafter(self.config, self.engine.drafter, self.engine.cache)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
