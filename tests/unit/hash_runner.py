@@ -65,6 +65,8 @@ class HashRunner:
         self.page_size = page_size
         self.pool = [[UNWRITTEN] * page_size for _ in range(num_pages)]
         self.last = [UNWRITTEN] * max_slots
+        self.right = [0] * max_slots
+        """How many drafts of each slot's last row were right."""
         self.seeds = [UNWRITTEN] * max_slots
         self.penalized: list[Penalized | None] = [None] * max_slots
         self.steps: list[StepPlan] = []
@@ -80,12 +82,13 @@ class HashRunner:
             self.penalized[init.slot] = known
             if init.last_token is not None:
                 self.last[init.slot] = init.last_token
-        inputs = [row.tokens or (self.last[row.slot], *row.drafts) for row in plan.rows]
-        for row, tokens in zip(plan.rows, inputs, strict=True):
+        planned = [row.settled(self.right[row.slot]) for row in plan.rows]
+        inputs = [row.tokens or (self.last[row.slot], *row.drafts) for row in planned]
+        for row, tokens in zip(planned, inputs, strict=True):
             for position, token in enumerate(tokens, row.start):
                 self.pool[row.tables[0][position // self.page_size]][position % self.page_size] = token
         rows = []
-        for row in plan.rows:
+        for row in planned:
             end = row.start + row.count - len(row.drafts)
             seen = [self.pool[row.tables[0][p // self.page_size]][p % self.page_size] for p in range(end)]
             samples = []
@@ -104,6 +107,7 @@ class HashRunner:
                     if known is not None:
                         known[1].append(self.last[slot])
                     samples.append(self.last[slot])
+                self.right[slot] = len(samples) - 1 if row.drafts else 0
             wanted = enumerate(row.prompt_logprobs or (), row.start + 1)
             logprobs = tuple(Logprobs(token, float(position)) for position, token in wanted)
             rows.append(RowResult(tuple(samples), logprobs))

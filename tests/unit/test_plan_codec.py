@@ -44,6 +44,7 @@ def random_plan(rng, number, tables):
             row.pooling = rng.choice([None, Pooling.LAST])
         elif rng.random() < 0.3:
             row.drafts, row.replay = rng.choice([((4, 5), 0), ((4, 5), 2), ((), 1)])
+            row.ahead = rng.choice([0, 1])
         rows.append(row)
     return StepPlan(number, tuple(rows), tuple(inits), rng.choice([(), ((1, 2), (3, 4))]))
 

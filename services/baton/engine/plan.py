@@ -14,7 +14,7 @@ step N+1 can be launched before step N's tokens have been read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -70,7 +70,7 @@ class PlanRow:
     tokens: Sequence[int] | None
     """Input token ids; None: the slot's last token, and `drafts`."""
     start: int
-    """Position of the first input token."""
+    """Position of the first input token, at least: see `ahead`."""
     tables: tuple[tuple[int, ...], ...]
     """The page table of each KV group, long enough for start + count tokens; may be longer. NO_PAGE (-1)
     stands for pages that this row does not see."""
@@ -93,12 +93,28 @@ class PlanRow:
     replay: int = 0
     """Where layers keep states: how many drafts of the slot's row before were right. They are part of `start`
     and not yet of the states, which now take them in."""
+    ahead: int = 0
+    """Drafts of the slot's row in the step before, if nobody knew yet which of them are right. For each that
+    is, the row starts one position later, and its drafts begin one later in `drafts`, which has so many more
+    than the row."""
     images: tuple[ImageSpan, ...] = ()
     """All of the sequence's images; their pixels are not plain data."""
 
     @property
     def count(self) -> int:
-        return 1 + len(self.drafts) if self.tokens is None else len(self.tokens)
+        return len(self.tokens) if self.tokens is not None else 1 + max(0, len(self.drafts) - self.ahead)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the sequence up to the row's last one, at most."""
+        return self.start + self.ahead + self.count
+
+    def settled(self, right: int) -> PlanRow:
+        """The row, once so many drafts of the slot's row before were right."""
+        if not self.ahead:
+            return self
+        drafts = self.drafts[right : right + self.count - 1]
+        return replace(self, start=self.start + right, drafts=drafts, ahead=0)
 
 
 def step_load(rows: Iterable[PlanRow]) -> StepLoad:

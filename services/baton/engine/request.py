@@ -82,6 +82,8 @@ class Sequence:
     """For an admitted leader: the choices that will fork from its pages once the prompt is complete."""
     replay: int = 0
     """PlanRow.replay of its next row."""
+    drafted: int = 0
+    """Drafts in steps that have been launched and not yet read."""
     drafting: object = None
     """What the drafter keeps of it."""
     draft_kind: int = 0

@@ -68,7 +68,8 @@ class Scheduler(SchedulerState):
         if drafter is not None and config.draft_tokens:
             self.drafts = DraftPlanner(drafter, config, cache, self.extend)
         self._drafted_step = 0
-        """The last step with drafts. Until it is read nobody knows where its rows end."""
+        """The last step with drafts, if it must be read before the next is planned: for states, which take in
+        right ones only, and for drafters that compute, which need to know where rows end."""
         self._ahead = 2 * config.token_budget
         """Tokens of a sequence in steps that have not retired, at most: two with overlap."""
         self._room = cache.longest(config.context_length, self._ahead)
@@ -224,7 +225,8 @@ class Scheduler(SchedulerState):
                 self.cache.unpin(holding)
         else:
             self.step_number = step.number
-            if step.drafted:
+            waits = self.drafts is not None and self.drafts.waits
+            if waits and any(record.drafts for record in step.records):
                 self._drafted_step = step.number
         return built
 
@@ -259,7 +261,6 @@ class Scheduler(SchedulerState):
             sequence = record.sequence
             if sequence.epoch != record.epoch or sequence.phase is SequencePhase.ENDED:
                 continue
-            sequence.retired = record.end
             if row.error is not None:
                 if row.reason == "BAD_LOGITS":
                     for each in sequence.request.sequences:
@@ -274,6 +275,7 @@ class Scheduler(SchedulerState):
                 elif self.cache.has_windows:
                     self.drop_unseen(sequence)
             else:
+                sequence.retired = record.end
                 self.record(sequence.request, EventKind.CHUNK_ENDED, 0, step.plan.number)
                 self._commit_chunk(record, row)
 
@@ -281,8 +283,9 @@ class Scheduler(SchedulerState):
         """Takes back what the row counted for drafts that were wrong."""
         sequence, wrong = record.sequence, 1 + record.drafts - len(row.tokens)
         sequence.unread -= 1 + record.drafts
+        sequence.drafted -= record.drafts
         sequence.computed -= wrong
-        sequence.retired -= wrong
+        sequence.retired += len(row.tokens)
         if self.cache.has_states and record.drafts:
             sequence.replay = record.drafts - wrong
         for token, logprobs in row.sampled():

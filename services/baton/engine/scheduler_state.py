@@ -375,7 +375,7 @@ class SchedulerState:
         self._give_slot_back(sequence)
         self.reservations.set(sequence, 0)
         sequence.slot_ready = False
-        sequence.computed = sequence.retired = sequence.unread = sequence.replay = 0
+        sequence.computed = sequence.retired = sequence.unread = sequence.drafted = sequence.replay = 0
         sequence.epoch += 1
 
     def _give_slot_back(self, sequence: Sequence) -> None:

@@ -28,11 +28,11 @@ class Record:
     sequence: Sequence
     epoch: int
     end: int
-    """Tokens whose KV is final once the row has retired."""
+    """Tokens whose KV is final once the row has retired; with drafts, here or in the step before, at most."""
     targets: tuple[Sequence, ...]
     """Sequences that sample a token from the row."""
     drafts: int = 0
-    """Tokens of the row that may turn out wrong: `end` counts them as right."""
+    """Tokens of the row that may turn out wrong."""
     kind: DraftKind = (0, 0)
 
 
@@ -52,26 +52,33 @@ class StepBuilder:
         self.records: list[Record] = []
         self.tokens = 0
         """Of decode rows."""
-        self.drafted = False
-        """Whether any of them has drafts."""
         self._rows: list[PlanRow] = []
         self._inits: list[SlotInit] = []
 
     def add_decode(self, sequence: Sequence, drafts: tuple[int, ...] = ()) -> None:
-        """A row for the sequence's last token, which samples the next, and for `drafts` behind it."""
+        """A row for the sequence's last token, which samples the next, and for `drafts` behind it: those of
+        PlanRow, which are more while some are unread."""
         assert sequence.slot is not None and sequence.holding is not None
         if not sequence.slot_ready:
             self._init_slot(sequence, sequence.tokens[-1])
         slot, tables = sequence.slot, sequence.holding.page_tables()
-        start, replay = sequence.computed, sequence.replay
-        images = sequence.request.images
-        row = PlanRow(slot, None, start, tables, (slot,), drafts=drafts, replay=replay, images=images)
+        ahead, replay, images = sequence.drafted, sequence.replay, sequence.request.images
+        row = PlanRow(
+            slot,
+            None,
+            sequence.computed - ahead,
+            tables,
+            (slot,),
+            drafts=drafts,
+            ahead=ahead,
+            replay=replay,
+            images=images,
+        )
         self._rows.append(row)
-        end = sequence.computed + 1 + len(drafts)
-        kind = sequence.draft_kind, sequence.unread
-        self.records.append(Record(sequence, sequence.epoch, end, (sequence,), len(drafts), kind))
-        self.tokens += 1 + len(drafts)
-        self.drafted = self.drafted or bool(drafts)
+        count = row.count
+        end, kind = sequence.computed + count, (sequence.draft_kind, sequence.unread)
+        self.records.append(Record(sequence, sequence.epoch, end, (sequence,), count - 1, kind))
+        self.tokens += count
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
         """A row for the next `count` tokens of a prompt. The last chunk samples a token for each choice."""
@@ -105,6 +112,7 @@ class StepBuilder:
         for record in self.records:
             record.sequence.computed, record.sequence.replay = record.end, 0
             record.sequence.last_step = self.number
+            record.sequence.drafted += record.drafts
             for sequence in record.targets:
                 sequence.last_step = self.number
                 sequence.unread += 1 + record.drafts

@@ -83,7 +83,7 @@ class TimedRunner:
         if self.vocab_size == 1:
             return _ONE_TOKEN if len(row.sample) == 1 else RowResult((0,) * len(row.sample))
         # None of its drafts is right.
-        position = row.start + row.count - len(row.drafts)
+        position = row.start + (1 if row.tokens is None else row.count)
         seeds = np.array([self._seeds[slot] for slot in row.sample], dtype=np.uint64)
         keys = row_keys(seeds, np.full(len(seeds), position, dtype=np.uint64)).view(np.uint64)
         tokens = tuple((keys % np.uint64(self.vocab_size)).tolist())

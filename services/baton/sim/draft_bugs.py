@@ -21,7 +21,7 @@ from baton.sim.planting import Wrong, bug
 )
 def _(commit: Wrong, scheduler: Scheduler, record: Record, row: RowResult) -> None:
     commit(scheduler, record, row)
-    record.sequence.retired = record.end
+    record.sequence.retired += 1 + record.drafts - len(row.tokens)
 
 
 @bug(
@@ -68,6 +68,6 @@ def _(commit: Wrong, scheduler: Scheduler, record: Record, row: RowResult) -> No
 def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> None:
     rows = list(result.rows)
     for i, (planned, row) in enumerate(zip(step.plan.rows, rows, strict=True)):
-        if planned.drafts and len(row.tokens) <= len(planned.drafts) and not row.error:
+        if planned.drafts and len(row.tokens) < planned.count and not row.error:
             rows[i] = RowResult((*row.tokens, planned.drafts[len(row.tokens) - 1]))
     commit(scheduler, step, replace(result, rows=tuple(rows)))

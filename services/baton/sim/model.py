@@ -12,7 +12,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit, StepPlan, StepResult
@@ -242,6 +242,8 @@ class SimRunner:
         self._check_write = check_write
         self._windows = windows
         self._last = [0] * max_slots
+        self._right: dict[int, int] = {}
+        """Of each slot, how many drafts of its last row were right."""
         self._seeds = [0] * max_slots
         self._penalized: list[list[int] | None] = [None] * max_slots
         """Prompt and output, as far as sampled; None: without penalties."""
@@ -280,7 +282,7 @@ class SimRunner:
         if flight.error:
             return
         self.copy(flight.plan)
-        self.begin(flight.plan)
+        self.begin(flight)
         self.write(flight.plan)
         self.end(flight, self.views(flight.plan))
 
@@ -292,7 +294,10 @@ class SimRunner:
                 offset = head * pool.head_bytes
                 pool.write(target, offset, pool.read(source, offset, pool.head_bytes))
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin(self, flight: SimLaunchedStep) -> None:
+        plan = flight.plan
+        rows = tuple(row.settled(self._right.get(row.slot, 0)) for row in plan.rows)
+        flight.plan = replace(plan, rows=rows)
         for init in plan.inits:
             self._seeds[init.slot] = init.seed
             self._penalized[init.slot] = [*init.prompt, *init.output] if init.params.penalized else None
@@ -332,11 +337,11 @@ class SimRunner:
         flight.poison = next((seed for seed in seeds if seed in POISONS), 0)
         flight.result = StepResult(plan.number, rows)
 
-    def accept(self, plan: StepPlan, tokens: Sequence[int]) -> None:
-        """As a follower: what rank 0 has sampled last for each slot."""
+    def accept(self, plan: StepPlan, tokens: Sequence[tuple[int, int]]) -> None:
+        """As a follower: what rank 0 has sampled last for each slot, and how many drafts were right."""
         slots = [slot for row in plan.rows for slot in row.sample]
-        for slot, token in zip(slots, tokens, strict=True):
-            self._last[slot] = token
+        for slot, (token, right) in zip(slots, tokens, strict=True):
+            self._last[slot], self._right[slot] = token, right
 
     def _write(self, plan: StepPlan, row: PlanRow, tokens: Sequence[int]) -> None:
         size = self.pool.page_size
@@ -429,6 +434,7 @@ class SimRunner:
             if samples[-1] != draft:
                 break
             samples.append(self._sample_one(row.slot, behind))
+        self._right[row.slot] = len(samples) - 1
         return tuple(samples)
 
     def _sample_one(self, slot: int, seen: bytes) -> int:

@@ -201,7 +201,8 @@ class Rank:
             if self.shard.keeps(self._ranks.heads):
                 runner.copy(plan)
             yield COPIED, None
-        runner.begin(plan)
+        runner.begin(flight)
+        plan = flight.plan
         views: list[View] = []
         if plan.rows:
             yield EMBEDDED, None
@@ -214,7 +215,7 @@ class Rank:
         if self.shard.rank == 0:
             assert flight.result is not None
             rows = zip(plan.rows, flight.result.rows, strict=True)
-            yield SAMPLED, [token for row in rows for token in _last_tokens(*row)]
+            yield SAMPLED, [sampled for row in rows for sampled in _last_tokens(*row)]
         else:
             runner.accept(plan, (yield SAMPLED, None))
 
@@ -261,9 +262,11 @@ def result(found: Collective) -> Any:
     ]
 
 
-def _last_tokens(row: PlanRow, result: RowResult) -> tuple[int, ...]:
-    """The last token of each of the row's slots."""
-    return result.tokens[-1:] if row.drafts else result.tokens
+def _last_tokens(row: PlanRow, result: RowResult) -> list[tuple[int, int]]:
+    """The last token of each of the row's slots, and how many drafts were right."""
+    if row.drafts:
+        return [(result.tokens[-1], len(result.tokens) - 1)]
+    return [(token, 0) for token in result.tokens]
 
 
 class SimChannel:

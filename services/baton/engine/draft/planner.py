@@ -31,12 +31,15 @@ class DraftPlanner:
         """Those of them that were right."""
         self._drafter, self._config, self._page_size, self._extend = drafter, config, cache.page_size, extend
         self._states = cache.has_states
+        self.waits = self._states or drafter.computes
+        """Whether a step with drafts must be read before the next is planned."""
 
     def plan(
         self, rows: Sequence[TokenSequence], prompts: Sequence[TokenSequence], step: int
     ) -> dict[TokenSequence, Drafts]:
         """Drafts behind the last tokens of `rows`, the step's decode rows; of those that have any. There are
-        pages for them, and all may be delivered. Half of the token budget is left to prompts."""
+        pages for them, and all may be delivered. Half of the token budget is left to prompts. Of a sequence
+        with unread drafts they are as many more: see PlanRow.ahead."""
         config, lengths = self._config, self.lengths
         room = config.token_budget // 2 - len(rows)
         wanted = [(sequence, most) for sequence in rows if (most := self._most(sequence, room, step)) > 0]
@@ -45,16 +48,16 @@ class DraftPlanner:
         found: dict[TokenSequence, Drafts] = {}
         for sequence, most in wanted:
             unread, stops = sequence.unread, sequence.request.params.stop_token_ids
-            guess = self._drafter.draft(sequence, unread + min(most, room))[unread:]
+            guess = self._drafter.draft(sequence, unread + min(most, room))[unread - sequence.drafted :]
             # Nothing follows a stop token; a grammar cannot even say what might.
             drafts = tuple(guess[: next((i for i, token in enumerate(guess) if token in stops), None)])
-            if drafts:
+            if len(drafts) > sequence.drafted:
                 found[sequence] = drafts
-                room -= 0 if config.draft_adaptive else len(drafts)
+                room -= 0 if config.draft_adaptive else len(drafts) - sequence.drafted
         if config.draft_adaptive and found:
             budget = config.token_budget - len(rows)
             chosen = lengths.choose(
-                [(s.row_drafts, (s.draft_kind, s.unread), len(drafts)) for s, drafts in found.items()],
+                [(s.row_drafts, (s.draft_kind, s.unread), len(drafts) - s.drafted) for s, drafts in found.items()],
                 len(rows),
                 room,
                 sum(sequence.computed for sequence in rows),
@@ -62,13 +65,13 @@ class DraftPlanner:
                 step,
             )
             pairs = zip(found.items(), chosen, strict=True)
-            found = {sequence: drafts[:count] for (sequence, drafts), count in pairs if count}
+            found = {s: drafts[: s.drafted + count] for (s, drafts), count in pairs if count}
         return {sequence: self._with_pages(sequence, drafts) for sequence, drafts in found.items()}
 
     def _most(self, sequence: TokenSequence, room: int, step: int) -> int:
         """How many drafts the drafter is asked for."""
         config, params, row = self._config, sequence.request.params, sequence.row_drafts
-        if sequence.num_output < params.min_tokens:
+        if sequence.num_output - sequence.drafted < params.min_tokens:
             return 0
         if sequence.request.grammar is not None and not config.draft_grammars:
             return 0
@@ -87,8 +90,10 @@ class DraftPlanner:
     def _with_pages(self, sequence: TokenSequence, drafts: Drafts) -> Drafts:
         """The drafts for which there are pages."""
         assert sequence.holding is not None
-        self._extend(sequence, -(-(sequence.computed + 1 + len(drafts)) // self._page_size))
-        return drafts[: len(sequence.holding) * self._page_size - sequence.computed - 1]
+        end = sequence.computed + 1 - sequence.drafted
+        self._extend(sequence, -(-(end + len(drafts)) // self._page_size))
+        drafts = drafts[: len(sequence.holding) * self._page_size - end]
+        return drafts if len(drafts) > sequence.drafted else ()
 
     def verified(self, sequence: TokenSequence, kind: DraftKind, count: int, right: int) -> None:
         """Of `count` drafts of the sequence the first `right` were right."""
@@ -102,6 +107,6 @@ class DraftPlanner:
     def timed(self, rows: Sequence[PlanRow], seconds: float) -> None:
         """A step has taken `seconds` > 0."""
         if rows and all(row.tokens is None for row in rows):
-            counts = [len(row.drafts) for row in rows]
+            counts = [row.count - 1 for row in rows]
             context = sum(row.start for row in rows)
             self.lengths.timed(len(rows), sum(counts), max(counts), context, seconds)

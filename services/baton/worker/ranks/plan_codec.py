@@ -32,6 +32,7 @@ class RowMessage(msgspec.Struct, array_like=True, gc=False):
     """How many log-probabilities of the prompt."""
     pooled: bool = False
     drafts: Table = ()
+    ahead: int = 0
     replay: int = 0
 
 
@@ -71,7 +72,8 @@ class PlanEncoder:
         """A PlanMessage's `rows` and `changed`."""
         slots, starts, decode = [row.slot for row in rows], [row.start for row in rows], True
         for row in rows:
-            if row.tokens is not None or row.drafts or row.replay or row.sample != (row.slot,):
+            plain = not row.drafts and not row.ahead and not row.replay
+            if row.tokens is not None or not plain or row.sample != (row.slot,):
                 decode = False
                 break
         again = decode and starts == self._next and slots == self._slots
@@ -97,12 +99,13 @@ class PlanEncoder:
 
     def _row(self, row: PlanRow) -> tuple[Any, ...]:
         changes = self._changed(row)
-        if row.tokens is None and not row.drafts and not row.replay:
+        if row.tokens is None and not row.drafts and not row.ahead and not row.replay:
             return row.slot, row.start, changes, row.sample if row.sample != (row.slot,) else None
         tokens = None if row.tokens is None else tuple(row.tokens)
         wanted = None if row.prompt_logprobs is None else len(row.prompt_logprobs)
         pooled = row.pooling is not None
-        return row.slot, row.start, changes, row.sample, tokens, wanted, pooled, row.drafts, row.replay
+        more = row.drafts, row.ahead, row.replay
+        return row.slot, row.start, changes, row.sample, tokens, wanted, pooled, *more
 
     def _changed(self, row: PlanRow) -> list[tuple[int, Table]] | None:
         """Of each table how many of its first pages stay, and those that follow; None: all stay."""
@@ -159,4 +162,5 @@ class PlanDecoder:
             pooling=Pooling.LAST if row.pooled else None,
             drafts=row.drafts,
             replay=row.replay,
+            ahead=row.ahead,
         )
