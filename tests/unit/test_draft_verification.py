@@ -28,23 +28,24 @@ def sampled(checkpoint, prompts, params, **options):
         launches.append(1)
         yield
 
-    options |= {"overlap": False, "logprobs": logprobs, "around": counted}
+    options = {"overlap": False, **options, "logprobs": logprobs, "around": counted}
     return generate(runner, cache, prompts, params, **options), logprobs, len(launches)
 
 
 @pytest.mark.parametrize("most", [1, 3, 7])
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
-def test_all_parameters(checkpoint, right, most):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_parameters(checkpoint, right, most, overlap):
     params = parameters()
     prompts = prompts_of(*range(3, 60, 6))
     tokens, logprobs, without = sampled(checkpoint, prompts, params)
     known = [(prompt_digest(prompt), output) for prompt, output in zip(prompts, tokens, strict=True)]
     again, with_drafts, steps = sampled(
-        checkpoint, prompts, params, drafter=OracleDrafter(known, right), draft_tokens=most
+        checkpoint, prompts, params, drafter=OracleDrafter(known, right), draft_tokens=most, overlap=overlap
     )
     assert again == tokens
-    assert steps == without if right == 0 else steps < without
-    if right == 1:
+    assert steps < without + 2 * overlap if right else steps <= without + 2 * overlap
+    if right == 1 and not overlap:
         assert steps <= 5 + -(-20 // (1 + most))  # a row has no drafts before its least tokens
     assert any(len(output) < 24 for output in tokens), "no stop token was sampled"
     for key, wanted in logprobs.items():

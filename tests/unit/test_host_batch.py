@@ -208,3 +208,46 @@ def test_upload():
     assert [upload.add(array) for array in arrays] == [0, 1, 2, 3]
     for array, tensor in zip(arrays, upload.send(CPU), strict=True):
         assert tensor.numpy().dtype == array.dtype and np.array_equal(tensor.numpy(), array)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_that_follow_unread_drafts(seed):
+    """The device makes of them what the host would, knowing how many of those drafts were right."""
+    rng = random.Random(seed)
+    slots = 8
+    there = DeviceSlots(slots, 4, 99, CPU)
+    there.last_token.copy_(torch.tensor([1000 + slot for slot in range(slots + 1)]))
+    rows, right = [], {}
+    for slot in rng.sample(range(slots), rng.randrange(1, slots)):
+        one = row(slot, [1, 2], start=rng.randrange(30))
+        one.sample = (slot,)
+        if rng.random() < 0.2:
+            one.tokens = [rng.randrange(99) for _ in range(rng.randrange(1, 9))]
+        else:
+            one.ahead = rng.choice([0, 0, 1, 3])
+            one.drafts = tuple(rng.randrange(99) for _ in range(one.ahead + rng.randrange(4)))
+        right[slot] = rng.randrange(one.ahead + 1)
+        there.right[slot] = right[slot] if one.ahead else 7
+        rows.append(one)
+    host = HostBatch.of(rows)
+    known = HostBatch.of([one.settled(right[one.slot]) for one in rows])
+    ids, positions, lengths, token_slots, row_slots = (
+        torch.from_numpy(each.copy())
+        for each in (host.ids, host.positions, host.lengths, host.token_slots, host.row_slots)
+    )
+    there.settle(ids, positions, lengths, token_slots, row_slots, torch.from_numpy(np.append(host.drafts, 0)))
+    expected = torch.from_numpy(known.ids)
+    expected = torch.where(
+        expected < 0, there.last_token[torch.from_numpy(known.token_slots).long()], expected
+    )
+    assert ids.tolist() == expected.tolist()
+    assert positions.tolist() == known.positions.tolist()
+    assert lengths.tolist() == known.lengths.tolist()
+    for name in ("order", "longest", "single"):
+        assert getattr(host, name) == getattr(known, name)
+    for name in ("starts", "wanted", "depths", "slots", "token_slots"):
+        assert getattr(host, name).tolist() == getattr(known, name).tolist()
+    assert host.follows == any(one.ahead for one in rows) and not known.follows
+    # What is sampled first is behind the token that it is sampled from.
+    firsts = np.cumsum(host.depths) - host.depths
+    assert known.targets.tolist() == [known.positions[known.wanted[at]] + 1 for at in firsts]

@@ -16,19 +16,12 @@ Lane = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
-class DraftRound:
-    """The positions behind the first, second, ... draft of each row that has so many. What is sampled there
-    counts if every draft up to there was right."""
-
-    of: Ints
-    """[n]: the rows' indices among the step's samples."""
-    drafts: Ints
-    """[n]: the draft in front of each position."""
-
-
-@dataclass(slots=True)
 class HostBatch:
-    """Rows of one token come first, then chunks; tokens in the order of their rows."""
+    """Rows of one token come first, then chunks; tokens in the order of their rows.
+
+    Where a row follows drafts that have not been read (PlanRow.ahead), only the device knows its positions:
+    `DeviceSlots.settle` adds how many of those drafts were right.
+    """
 
     order: list[int]
     """Each row's place in the plan."""
@@ -37,23 +30,29 @@ class HostBatch:
     """Rows of one token."""
     longest: int
     """Tokens of the longest row."""
+    follows: bool
+    """Whether any row follows drafts that have not been read."""
     ids: Lane
-    """[tokens]: -1: the last token of the row's slot."""
+    """[tokens]: -1: the last token of the row's slot; -2 - n: entry n of `drafts`, at least."""
     positions: Lane
+    """[tokens]: -1 - p: p, at least."""
     token_slots: Lane
     row_slots: Lane
     """[rows]"""
     lengths: Lane
-    """[rows]: keys of each row's last token."""
+    """[rows]: keys of each row's last token; -n: n, at least."""
     starts: Lane
     """[rows + 1]: where each row's tokens start."""
+    drafts: Lane
+    """Drafts of the rows that follow unread ones."""
     slots: Ints
     """[samples], in the order of the plan: where what is sampled goes to."""
     targets: Ints
-    """[samples]: positions of what is sampled."""
-    rounds: list[DraftRound]
+    """[samples]: position of the first token that is sampled, at least."""
+    depths: Ints
+    """[samples]: tokens that are sampled, one behind the other: more than one where there are drafts."""
     wanted: Lane
-    """[samples, and those of the rounds]: the tokens whose logits are sampled from."""
+    """[sum of depths]: the tokens whose logits are sampled from."""
 
     @classmethod
     def of(cls, rows: Sequence[PlanRow]) -> HostBatch:
@@ -61,76 +60,80 @@ class HostBatch:
         order = sorted(range(len(rows)), key=lambda i: counts[i] > 1)
         ids: list[int] = []
         positions: list[int] = []
+        drafts: list[int] = []
         ends = [0]
         wanted_of = [0] * len(rows)
         """The token that each row first samples from."""
         ordered = [rows[i] for i in order]
         for i, row in zip(order, ordered, strict=True):
+            start, count = row.start, counts[i]
             if row.tokens is None:
                 wanted_of[i] = len(ids)
-                ids += (-1, *row.drafts)
+                if row.ahead:
+                    first = -2 - len(drafts)
+                    ids += (-1, *range(first, first + 1 - count, -1))
+                    drafts += row.drafts
+                else:
+                    ids += (-1, *row.drafts)
             else:
                 ids += [0 if is_placeholder(t) else t for t in row.tokens] if row.images else row.tokens
                 wanted_of[i] = len(ids) - 1
-            positions += range(row.start, row.start + counts[i])
+            known = range(start, start + count)
+            positions += [-1 - position for position in known] if row.ahead else known
             ends.append(len(ids))
-        wanted = [at for row, at in zip(rows, wanted_of, strict=True) for _ in row.sample]
-        rounds = _rounds(rows, wanted) if any(row.drafts for row in rows) else []
+        ahead = [row.ahead for row in ordered]
+        depths = [
+            count if row.tokens is None else 1
+            for row, count in zip(rows, counts, strict=True)
+            for _ in row.sample
+        ]
+        firsts = [at for row, at in zip(rows, wanted_of, strict=True) for _ in row.sample]
+        wanted = np.array(firsts, np.int32)
+        if max(depths, default=0) > 1:
+            wanted = wanted.repeat(depths) + _within(depths).astype(np.int32)
         row_slots = np.array([row.slot for row in ordered], np.int32)
         starts = np.array(ends, np.int32)
+        lengths = np.array([row.start + row.count for row in ordered], np.int32)
         return cls(
             order=order,
             rows=ordered,
             single=counts.count(1),
             longest=max(counts),
+            follows=any(ahead),
             ids=np.array(ids, np.int32),
             positions=np.array(positions, np.int32),
             token_slots=row_slots.repeat(np.diff(starts)),
             row_slots=row_slots,
-            lengths=np.array([row.start + row.count for row in ordered], np.int32),
+            lengths=np.where(ahead, -lengths, lengths),
             starts=starts,
+            drafts=np.array(drafts, np.int32),
             slots=np.array([slot for row in rows for slot in row.sample], np.int64),
             targets=np.array(
                 [
-                    row.start + count - len(row.drafts)
+                    row.start + (1 if row.tokens is None else count)
                     for row, count in zip(rows, counts, strict=True)
                     for _ in row.sample
                 ],
                 np.int64,
             ),
-            rounds=rounds,
-            wanted=np.array(wanted, np.int32),
+            depths=np.array(depths, np.int64),
+            wanted=wanted,
         )
 
     @property
     def tokens(self) -> int:
         return len(self.ids)
 
-    def samples(self) -> tuple[Ints, Ints]:
-        """Slots and positions of the samples and of those of the rounds."""
-        if not self.rounds:
-            return self.slots, self.targets
-        slots, targets = [self.slots], [self.targets]
-        for depth, each in enumerate(self.rounds, 1):
-            slots.append(self.slots[each.of])
-            targets.append(self.targets[each.of] + depth)
-        return np.concatenate(slots), np.concatenate(targets)
+    @property
+    def chained(self) -> bool:
+        """Whether samples follow on others, or on unread ones."""
+        return self.follows or len(self.wanted) > len(self.slots)
 
 
-def _rounds(rows: Sequence[PlanRow], wanted: list[int]) -> list[DraftRound]:
-    """Adds to `wanted`, which holds the tokens that the rows first sample from, those behind their drafts."""
-    drafted, sample = [], 0
-    for row in rows:
-        if row.drafts:
-            drafted.append((sample, wanted[sample], row.drafts))
-        sample += len(row.sample)
-    rounds = []
-    for depth in range(max(len(drafts) for _, _, drafts in drafted)):
-        part = [each for each in drafted if len(each[2]) > depth]
-        of, ids = [sample for sample, _, _ in part], [drafts[depth] for _, _, drafts in part]
-        rounds.append(DraftRound(np.array(of, np.int64), np.array(ids, np.int64)))
-        wanted += [first + depth + 1 for _, first, _ in part]
-    return rounds
+def _within(depths: Sequence[int]) -> Ints:
+    """0, 1, ... of each sample."""
+    ends = np.cumsum(np.array(depths, np.int64))
+    return np.arange(int(ends[-1]), dtype=np.int64) - (ends - depths).repeat(depths)
 
 
 def longest_first(starts: Ints) -> tuple[Ints, list[int]] | None:

@@ -17,7 +17,7 @@ import torch
 from baton.engine.grammar_masks import GrammarMasks, Masks
 from baton.engine.plan import SlotInit
 from baton.engine.sampler import KernelSamples, SlotIds, forbidden_ends, token_logprobs
-from baton.engine.sampler_ops import row_keys
+from baton.engine.sampler_ops import position_keys, row_keys, seed_keys
 from baton.engine.sampler_state import SlotStates
 from baton.layers.async_copy import Upload, to_device
 
@@ -82,10 +82,25 @@ class CudaSampler:
         """Temperatures (0: greedy) and generator states [slots] if these, and masks, are all that the slots'
         sampling depends on, for the caller to sample by; None, and nothing changed, if it takes more."""
         states = self._states
-        if not states.simple[slots].all() or (states.output_length[slots] < states.min_tokens[slots]).any():
+        if not self._is_simple(slots):
             return None
-        states.output_length[slots] += 1
         return states.temperature[slots], row_keys(states.seed[slots], positions.astype(np.uint64))
+
+    def simple_chains(self, slots: SlotIds, depths: Ints) -> tuple[Floats, Ints] | None:
+        """`simple` for slots that each sample at so many positions, which the device knows: temperatures and
+        `seed_keys` of each."""
+        if not self._is_simple(slots):
+            return None
+        states, slots = self._states, slots.repeat(depths)
+        return states.temperature[slots], seed_keys(states.seed[slots])
+
+    def _is_simple(self, slots: SlotIds) -> bool:
+        """If so, counts the tokens to be sampled."""
+        states = self._states
+        if not states.simple[slots].all() or (states.output_length[slots] < states.min_tokens[slots]).any():
+            return False
+        states.output_length[slots] += 1
+        return True
 
     def sample_simple(
         self,
@@ -111,16 +126,16 @@ class CudaSampler:
         self,
         logits: torch.Tensor,
         slots: SlotIds,
-        positions: Ints,
+        positions: Ints | torch.Tensor,
         last_token: torch.Tensor,
         masks: Masks | None = None,
         kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> KernelSamples:
         """Chooses a token for each slot, into `last_token` (int32) at the slot; none occurs twice.
 
-        logits: [slots, vocab], unmodified; positions [slots]: that of the token being sampled; masks: of the
-        slots that have a grammar. kept: behind drafts, on the device, which of the tokens count (bool
-        [slots]), and the slots (int32), or that of padding.
+        logits: [slots, vocab], unmodified; positions [slots]: that of the token being sampled, on the host
+        or on the device; masks: of the slots that have a grammar. kept: behind drafts, on the device, which
+        of the tokens count (bool [slots]), and the slots (int32), or that of padding.
         """
         from baton.layers.kernels.penalties import penalize
         from baton.layers.kernels.sampling import Special, sample
@@ -132,10 +147,15 @@ class CudaSampler:
         top_k, top_p = states.top_k[slots], states.top_p[slots]
         random = states.temperature[slots] > 0
         upload = Upload()
+        seeds = states.seed[slots]
+        if isinstance(positions, torch.Tensor):
+            keys_there = seed_keys(seeds)
+        else:
+            keys_there = row_keys(seeds, positions.astype(np.uint64))
         masked = masks.places(len(slots)) if masks is not None else np.zeros(0, np.int32)
         for array in (
             states.temperature[slots],
-            row_keys(states.seed[slots], positions.astype(np.uint64)),
+            keys_there,
             slots.astype(np.int32),
             change.places,
             change.rows,
@@ -169,6 +189,8 @@ class CudaSampler:
             added,
             masked_there,
         ) = upload.send(self._device)
+        if isinstance(positions, torch.Tensor):
+            keys = position_keys(keys, positions)
         if kept is not None:
             slots_there, counted = kept[1], torch.where(kept[0], counted, -1)
         counts = states.counts if penalized.any() else None
@@ -206,9 +228,9 @@ class CudaSampler:
             states.output_length[slots] += 1
         return self._report(logits, slots, result)
 
-    def advance(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+    def advance(self, slots: Ints, counts: npt.NDArray[np.int32]) -> None:
         """So many tokens behind drafts were kept for each slot."""
-        self._states.output_length[list(slots)] += counts
+        self._states.output_length[slots] += counts
 
     def _report(self, logits: torch.Tensor, slots: SlotIds, result: torch.Tensor) -> KernelSamples:
         samples = KernelSamples(result)

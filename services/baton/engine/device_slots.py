@@ -1,4 +1,4 @@
-"""What the device knows of the batch slots: last tokens, page tables."""
+"""What the device knows of the batch slots: last tokens, right drafts, page tables."""
 
 from __future__ import annotations
 
@@ -31,12 +31,17 @@ class DeviceSlots:
     ) -> None:
         """`width`: pages of a table; `groups`: KV groups, each of which has one."""
         self._width, self._groups, self._spare = width, groups, spare_page
-        self._first = -(-(slots + 1) // _ALIGNMENT) * _ALIGNMENT
+        aligned = -(-(slots + 1) // _ALIGNMENT) * _ALIGNMENT
+        self._first = 2 * aligned
         self._marks = self._first + (slots + 1) * groups * width
         entries = self._marks + slots + 1
         self._memory = torch.full((entries,), spare_page, dtype=torch.int32, device=device)
-        self.last_token = self._memory[: slots + 1].zero_()
+        self.sampled = self._memory[: self._first].zero_()
+        """What sampling writes: `last_token` and `right`."""
+        self.last_token = self.sampled[: slots + 1]
         """int32 [slots + 1]: each slot's newest token; the last entry is for padding rows."""
+        self.right = self.sampled[aligned : aligned + slots + 1]
+        """int32 [slots + 1]: how many drafts of each slot's newest row were right, if it had any."""
         self.tables = self._memory[self._first : self._marks].view(slots + 1, groups, width)
         """int32 [slots + 1, groups, width]: page tables; those of padding rows name only the spare page."""
         self.damage = self._memory[self._marks :].zero_().view(torch.float32)
@@ -48,8 +53,8 @@ class DeviceSlots:
         """Where each slot's newest row ended: one that does not begin there is another sequence's, as is one
         whose last token comes from the host. Further choices of a prompt begin with its last chunk."""
         self._drafts: dict[int, range] = {}
-        """Of the newest rows that had drafts, where these are: a row that begins there goes on behind those
-        that were right."""
+        """Of the newest rows that had drafts or followed some, where they may end: a row that begins there
+        goes on behind those that were right."""
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""
 
@@ -66,8 +71,8 @@ class DeviceSlots:
         for row in rows:
             slot, start = row.slot, row.start
             begins = (start != ends[slot] and start not in self._drafts.get(slot, ())) or slot in tokens
-            ends[slot] = end = start + row.count
-            if row.drafts:
+            ends[slot] = end = row.longest
+            if row.drafts or row.ahead:
                 self._drafts[slot] = range(start + 1, end)
             elif self._drafts:
                 self._drafts.pop(slot, None)
@@ -103,6 +108,26 @@ class DeviceSlots:
 
     def write(self, entries: torch.Tensor, values: torch.Tensor) -> None:
         self._memory.index_copy_(0, entries, values)
+
+    def settle(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        token_slots: torch.Tensor,
+        row_slots: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        """Replaces what a `HostBatch` could not know by what the steps before have sampled. All int32; ids,
+        positions and token_slots [tokens], lengths and row_slots [rows]; drafts: at least one."""
+        follows = positions < 0
+        right = torch.where(follows, self.right.index_select(0, token_slots), 0)
+        at = (right - 2 - ids).clamp_(0, len(drafts) - 1)
+        ids.copy_(torch.where(ids < -1, drafts.index_select(0, at), ids))
+        ids.copy_(torch.where(ids < 0, self.last_token.index_select(0, token_slots), ids))
+        positions.copy_(torch.where(follows, right - 1 - positions, positions))
+        longer = self.right.index_select(0, row_slots) - lengths
+        lengths.copy_(torch.where(lengths < 0, longer, lengths))
 
 
 def _continues(known: tuple[int, ...], pages: tuple[int, ...]) -> bool:

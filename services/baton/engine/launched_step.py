@@ -9,10 +9,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.batch import DraftRound
+from baton.engine.batch import Ints
 from baton.engine.grammar_masks import Masks
 from baton.engine.plan import PlanRow
 from baton.engine.sampler import KernelSamples, Samples, TokenLogprobs
+from baton.engine.step_graphs import ChunkShape
+
+
+@dataclass(slots=True)
+class Chains:
+    """Samples that follow on drafts: each counts if all drafts before it are right."""
+
+    depths: Ints
+    """[samples]: as in HostBatch."""
+    drafts: torch.Tensor
+    """int32 [wanted]: the tokens that are sampled behind, on the device."""
+    positions: torch.Tensor
+    """int32 [wanted]: theirs, likewise."""
+
+    @property
+    def firsts(self) -> Ints:
+        """[samples]: where those that are wanted begin."""
+        return np.cumsum(self.depths) - self.depths
 
 
 @dataclass(slots=True)
@@ -21,21 +39,24 @@ class PendingSampling:
     wait until the step before has been read."""
 
     logits: torch.Tensor
-    """[samples, and those of the rounds, vocab]"""
+    """[wanted, vocab]"""
     slots: npt.NDArray[np.int64]
     """[samples]: batch slots, of which none occurs twice."""
     positions: npt.NDArray[np.int64]
-    """[samples]: of the tokens to be sampled."""
+    """[samples]: of the tokens to be sampled; unknown with chains on a GPU."""
     masked: list[int]
     """Those of them that have a grammar."""
-    rounds: list[DraftRound] = field(default_factory=list)
+    chains: Chains | None = None
+    """None: one token is sampled of each."""
     masks: Future[Masks] | None = None
     """Their masks, where computing them has begun."""
     graph: int = 0
     """Rows of the decode graph that samples them; 0: none does."""
+    shape: ChunkShape | None = None
+    """The chunk graph that does."""
     simple: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    """On the device, slots (int32), temperatures and generator states [samples, and those of the rounds], if
-    these and masks are all that the sampling depends on."""
+    """On the device, slots (int32), temperatures and generator states [samples], if these and masks are all
+    that the sampling depends on. With chains temperatures and `seed_keys` of all that are wanted."""
 
 
 @dataclass(slots=True)
@@ -47,11 +68,16 @@ class LaunchedStep:
     done: torch.cuda.Event | None = None
     """That the step has been computed, with its sampling; None on a CPU, where it has."""
     samples: Samples | KernelSamples | None = None
-    """Of all sampling rows' slots, in the order of the plan or, with `places`, of the batch."""
-    drafted: list[tuple[DraftRound, Samples | KernelSamples]] = field(default_factory=list)
-    """What was sampled behind drafts; on a CPU only where they were right."""
-    slots: list[int] = field(default_factory=list)
-    """[samples]: their batch slots; with `drafted`."""
+    """Of all sampling rows' slots, in the order of the plan or, with `places`, of the batch; with `right` of
+    all that are wanted."""
+    more: list[Samples | KernelSamples] = field(default_factory=list)
+    """Further log-probabilities and errors of these."""
+    firsts: list[int] = field(default_factory=list)
+    """[samples], with `right`: where those that are wanted begin."""
+    right: torch.Tensor | None = None
+    """int32 [samples], on the host: how many drafts were right; None: there were none."""
+    slots: Ints | None = None
+    """[samples]: their batch slots, likewise."""
     places: list[int] | None = None
     """For a decode step whose rows were computed in another order: each row's index in it."""
     prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.device_slots import Changes, DeviceSlots
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.images import ImageEncoder
-from baton.engine.launched_step import LaunchedStep, PendingSampling
+from baton.engine.launched_step import Chains, LaunchedStep, PendingSampling
 from baton.engine.plan import PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Sampler, prompt_logprobs
 from baton.engine.step_graphs import (
@@ -106,7 +106,7 @@ class ModelRunner:
         self._sampler = sampler
         """Only rank 0 samples and has results."""
         self._images = None if model.vision is None else ImageEncoder(model.vision)
-        self._sampling = StepSampling(sampler, self._slots.last_token, model.communicator)
+        self._sampling = StepSampling(sampler, self._slots, model.communicator)
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         if kernels and graphs and getattr(decode_attention, "graphs", False):
@@ -122,9 +122,11 @@ class ModelRunner:
                     # Chunk graphs attend to rows of one token as to chunks.
                     sizes = chunk_sizes(bool(model.mixtures), token_budget, context)
                     shapes += chunk_shapes(sizes, max_slots)
+                    chunk_works = self._small, self._sample_drafts
                     self.chunk_graphs = ChunkGraphs(
-                        shapes, max_slots, logits, self._small, self.graphs.pool, progress
+                        shapes, max_slots, logits, *chunk_works, self.graphs.pool, draft_tokens, progress
                     )
+                    self._sampling.chunk_graphs = self.chunk_graphs
 
     # --- a step -----------------------------------------------------------------------------------------
 
@@ -281,23 +283,45 @@ class ModelRunner:
         masks = sampler.begin_masks(host.slots.tolist()) if isinstance(sampler, Sampler) else None
         every = any(row.prompt_logprobs or row.pooling is not None for row in rows)
         shape = self.chunk_graphs.shape(host) if self.chunk_graphs is not None and not every else None
+        chained = host.chained
+        if host.follows and shape is None:
+            host = HostBatch.of(self._settled(rows))
         simple = None
         if isinstance(sampler, CudaSampler) and host.slots.size:
-            simple = sampler.simple(*host.samples())
+            if not chained:
+                simple = sampler.simple(host.slots, host.targets)
+            elif not masked:
+                simple = sampler.simple_chains(host.slots, host.depths)
+        by_graph = chained and simple is not None and shape is not None and shape.few
         changes = self._slots.changes(host.rows, fresh)
-        arrays = (host.samples()[0].astype(np.int32), *simple) if simple is not None else ()
+        arrays = (host.slots.astype(np.int32), *simple) if simple is not None and not by_graph else ()
         there = self._there(*arrays, *(changes or ()))
         if changes is not None:
             self._slots.write(*there[-2:])
+        chains = None
         if shape is not None and self.chunk_graphs is not None:
-            logits = self.chunk_graphs.run(shape, host)
+            logits = self.chunk_graphs.run(shape, host, simple if by_graph else None)
+            if chained:
+                chains = Chains(host.depths, *self.chunk_graphs.settled(shape, len(host.wanted)))
         else:
-            logits = self._eager(host, every, launched)
+            batch = self._batch(host, every)
+            logits = self._eager(batch, host, every, launched)
+            if chained:
+                wanted = to_device(host.wanted, self._device)
+                where = batch.tokens.index_select(0, wanted), batch.positions.index_select(0, wanted)
+                chains = Chains(host.depths, *where)
         if host.slots.size:
-            pending = PendingSampling(logits, host.slots, host.targets, masked, host.rounds, masks)
-            if simple is not None:
+            pending = PendingSampling(logits, host.slots, host.targets, masked, chains, masks)
+            if by_graph:
+                pending.shape = shape
+            elif simple is not None:
                 pending.simple = there[0], there[1], there[2]
             self._sampling.sample(launched, pending)
+
+    def _settled(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
+        """Waits for the step before. For steps without a graph: those are long."""
+        right = self._slots.right.tolist()
+        return [row.settled(right[row.slot]) for row in rows]
 
     def _small(self, inputs: ChunkInputs) -> None:
         """A small step up to its logits. Captured in a graph."""
@@ -305,12 +329,29 @@ class ModelRunner:
         tables = slots.tables.index_select(0, inputs.row_slots).unbind(1)
         longest = inputs.shape.longest
         rows = AttentionRows(None, 0, count, tables, inputs.lengths, inputs.starts, longest)
+        if len(inputs.drafts):
+            own = inputs.ids, inputs.positions, inputs.lengths, inputs.token_slots, inputs.row_slots
+            slots.settle(*own, inputs.drafts)
+            tokens = inputs.ids
+        else:
+            tokens = self._tokens(inputs.ids, inputs.token_slots)
         attention = self._attention.over(rows)
-        tokens = self._tokens(inputs.ids, inputs.token_slots)
         where = self._caches, inputs.token_slots, slots.damage
         few = inputs.shape.few
         batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.wanted, few=few)
         self._body.logits(self._forward(batch), inputs.logits)
+
+    def _sample_drafts(self, inputs: ChunkInputs) -> None:
+        """Sampling after it with a temperature only. Captured in a graph."""
+        wanted = inputs.wanted
+        depths = np.array([inputs.shape.longest])
+        where = inputs.ids.index_select(0, wanted), inputs.positions.index_select(0, wanted)
+        own = inputs.slots.long(), inputs.firsts.long(), inputs.depths.long()
+        chains = Chains(depths, *where)
+        simple = inputs.temperatures, inputs.seeds
+        result, right = self._sampling.choose_chains(inputs.logits, chains, *simple, *own)
+        inputs.result.copy_(result)
+        inputs.right.copy_(right)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Final hidden states [wanted tokens, hidden], with kernels no numbers where values were none."""
@@ -361,10 +402,9 @@ class ModelRunner:
             embeddings=embeddings,
         )
 
-    def _eager(self, host: HostBatch, every: bool, launched: LaunchedStep) -> torch.Tensor:
+    def _eager(self, batch: Batch, host: HostBatch, every: bool, launched: LaunchedStep) -> torch.Tensor:
         """Returns the logits [wanted tokens, vocab] of a step of any size. `every`: also computes prompt
         log-probabilities and what is pooled, into `launched`."""
-        batch = self._batch(host, every)
         hidden = self._forward(batch)
         if every:
             leads = self._sampler is not None
@@ -380,4 +420,6 @@ class ModelRunner:
 
 def _is_decode(rows: Sequence[PlanRow]) -> bool:
     """Whether each row continues its slot by one token."""
-    return all(row.tokens is None and not row.drafts and row.sample == (row.slot,) for row in rows)
+    return all(
+        row.tokens is None and not row.drafts and not row.ahead and row.sample == (row.slot,) for row in rows
+    )

@@ -28,19 +28,32 @@ def _signed(value: int) -> int:
 
 def row_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """One generator state per row, from its seed and the position that it samples."""
-    mixed = _mix_numpy(seeds + np.uint64(_GAMMA))
+    mixed = seed_keys(seeds).view(np.uint64)
     return _mix_numpy(mixed + (positions + np.uint64(1)) * np.uint64(_GAMMA)).view(np.int64)
+
+
+def seed_keys(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """What `position_keys` makes generator states of."""
+    return _mix_numpy(seeds + np.uint64(_GAMMA)).view(np.int64)
+
+
+def position_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`row_keys` where only the device knows the positions; seeds: `seed_keys`; int64 [rows]."""
+    return _mix(seeds + (positions.long() + 1) * _signed(_GAMMA))
 
 
 def gumbel(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise, float32 in (-2.9, 37.5), for int64 row keys and ids of broadcastable shapes."""
-    z = keys + (ids + 1) * _signed(_GAMMA)
-    z = (z ^ _shift(z, 30)) * _signed(_MIX1)
-    z = (z ^ _shift(z, 27)) * _signed(_MIX2)
-    z = z ^ _shift(z, 31)
+    z = _mix(keys + (ids + 1) * _signed(_GAMMA))
     # 53 bits as float32: values near 0, which make the large noise that decides, keep their precision.
     uniform = _shift(z, 11).to(torch.float32).add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    z = (z ^ _shift(z, 30)) * _signed(_MIX1)
+    z = (z ^ _shift(z, 27)) * _signed(_MIX2)
+    return z ^ _shift(z, 31)
 
 
 def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:

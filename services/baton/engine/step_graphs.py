@@ -260,25 +260,41 @@ class ChunkInputs:
     shape: ChunkShape
 
     ids: torch.Tensor
-    """[tokens]: -1: the last token of the row's slot."""
+    """[tokens], as in HostBatch until the graph has run; then the tokens."""
     positions: torch.Tensor
-    """[tokens]"""
+    """[tokens], likewise."""
     token_slots: torch.Tensor
     """[tokens]"""
     row_slots: torch.Tensor
     """[rows + padding]"""
     lengths: torch.Tensor
-    """[rows + padding]: of the rows, with their tokens of this step."""
+    """[rows + padding]: of the rows, with their tokens of this step; likewise."""
     starts: torch.Tensor
     """[rows + padding + 1]"""
     wanted: torch.Tensor
     """[wanted]: the tokens whose logits are wanted; 0 where there are fewer."""
+    drafts: torch.Tensor
+    """As in HostBatch, of any length; empty where no row has drafts."""
+    temperatures: torch.Tensor
+    """float32 [wanted], in shapes of `few`, as all that follows."""
+    seeds: torch.Tensor
+    """int64 [wanted]: `seed_keys`"""
+    slots: torch.Tensor
+    """[samples]"""
+    firsts: torch.Tensor
+    """[samples]: as in Chains."""
+    depths: torch.Tensor
+    """[samples]"""
     logits: torch.Tensor
     """[wanted, vocab], of the model's dtype."""
+    result: torch.Tensor
+    """[wanted, 2]: as in Inputs."""
+    right: torch.Tensor
+    """[samples]: how many drafts are right."""
 
 
 ChunkWork = Callable[[ChunkInputs], None]
-"""The part of a step up to its logits."""
+"""Part of a step: up to its logits, or from the logits to the result."""
 
 
 class ChunkGraphs:
@@ -290,11 +306,15 @@ class ChunkGraphs:
         num_slots: int,
         logits: torch.Tensor,
         work: ChunkWork,
+        choose: ChunkWork,
         pool: Any,
+        draft_tokens: int = 0,
         progress: Progress | None = None,
     ) -> None:
         """`shapes`: a step runs by the first that has room for it. `logits`: a buffer for the logits of the
-        largest. `pool`: a memory pool shared with graphs that never run at the same time."""
+        largest. `choose`: samples, in shapes of `few`. `pool`: a memory pool shared with graphs that never
+        run at the same time. `draft_tokens`: no row has more drafts."""
+        self._draft_tokens = draft_tokens
         self._padding_slot = num_slots
         self._logits = logits
         device = logits.device
@@ -302,13 +322,20 @@ class ChunkGraphs:
         report = progress or (lambda done, total: None)
         started = time.monotonic()
         free = torch.cuda.mem_get_info(device)[0]
-        longest = max((sum(_lengths(shape)) for shape in shapes), default=0)
+        longest = max((sum(self._lengths(shape)) for shape in shapes), default=0)
         self._static = torch.zeros(longest, dtype=torch.int32, device=device)
+        few = [shape for shape in shapes if shape.few]
+        wanted, rows = max((s.wanted for s in few), default=0), max((s.rows for s in few), default=0)
+        self._result = torch.zeros(wanted, 2, dtype=torch.int32, device=device)
+        self._right = torch.zeros(rows, dtype=torch.int32, device=device)
         self._graphs: dict[ChunkShape, torch.cuda.CUDAGraph] = {}
+        self._choosing: dict[ChunkShape, torch.cuda.CUDAGraph] = {}
         for done, shape in enumerate(sorted(shapes, reverse=True)):
             report(done, len(self._shapes))
             self._fill(shape, None)
             self._graphs[shape] = capture(work, self._inputs(shape), pool, device)
+            if shape.few:
+                self._choosing[shape] = capture(choose, self._inputs(shape), pool, device)
         torch.cuda.synchronize(device)
         report(len(self._shapes), len(self._shapes))
         self.seconds = time.monotonic() - started
@@ -324,24 +351,76 @@ class ChunkGraphs:
                 return shape
         return None
 
-    def run(self, shape: ChunkShape, step: HostBatch) -> torch.Tensor:
-        """Enqueues the step; returns the logits [wanted tokens, vocab] that it will write."""
-        self._fill(shape, step)
+    def run(
+        self,
+        shape: ChunkShape,
+        step: HostBatch,
+        sampling: tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None = None,
+    ) -> torch.Tensor:
+        """Enqueues the step; returns the logits [wanted tokens, vocab] that it will write. `sampling`: what
+        `choose` depends on, if that is to follow: temperatures and `seed_keys` of all wanted."""
+        self._fill(shape, step, sampling)
         self._graphs[shape].replay()
         return self._logits[: len(step.wanted)]
 
-    def _inputs(self, shape: ChunkShape) -> ChunkInputs:
-        lanes = torch.split(self._static[: sum(_lengths(shape))], list(_lengths(shape)))
-        ids, positions, token_slots, row_slots, lengths, starts, wanted = lanes
-        logits = self._logits[: shape.wanted]
-        return ChunkInputs(shape, ids, positions, token_slots, row_slots, lengths, starts, wanted, logits)
+    def choose(self, shape: ChunkShape, wanted: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueues the sampling of so many; see `result` and `right` of ChunkInputs."""
+        self._choosing[shape].replay()
+        return self._result[:wanted], self._right[:samples]
 
-    def _fill(self, shape: ChunkShape, step: HostBatch | None) -> None:
+    def settled(self, shape: ChunkShape, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and positions of those wanted, int32, once the step has run."""
+        inputs = self._inputs(shape)
+        at = inputs.wanted[:wanted]
+        return inputs.ids.index_select(0, at), inputs.positions.index_select(0, at)
+
+    def _lengths(self, shape: ChunkShape) -> tuple[int, ...]:
+        """Of the fields of ChunkInputs, which lie one behind the other: `seeds` first, which are twice as
+        wide, then the others in their order."""
+        tokens, rows = shape.tokens, shape.rows + shape.padding
+        drafts = tokens + shape.rows * self._draft_tokens if self._draft_tokens else 0
+        few, samples = (shape.wanted, shape.rows) if shape.few else (0, 0)
+        step = (tokens, tokens, tokens, rows, rows, rows + 1, shape.wanted, drafts)
+        return (2 * few, *step, few, samples, samples, samples)
+
+    def _inputs(self, shape: ChunkShape) -> ChunkInputs:
+        sizes = self._lengths(shape)
+        seeds, *lanes = torch.split(self._static[: sum(sizes)], list(sizes))
+        ids, positions, token_slots, row_slots, lengths, starts, wanted, drafts = lanes[:8]
+        temperatures, slots, firsts, depths = lanes[8:]
+        return ChunkInputs(
+            shape,
+            ids,
+            positions,
+            token_slots,
+            row_slots,
+            lengths,
+            starts,
+            wanted,
+            drafts,
+            temperatures.view(torch.float32),
+            seeds.view(torch.int64),
+            slots,
+            firsts,
+            depths,
+            self._logits[: shape.wanted],
+            self._result[: len(temperatures)],
+            self._right[: len(slots)],
+        )
+
+    def _fill(
+        self,
+        shape: ChunkShape,
+        step: HostBatch | None,
+        sampling: tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None = None,
+    ) -> None:
         """Enqueues the copy of a step's inputs; without a step, of padding only."""
-        host = torch.zeros(sum(_lengths(shape)), dtype=torch.int32, pin_memory=True)
-        lanes = np.split(host.numpy(), np.cumsum(_lengths(shape))[:-1])
-        ids, positions, token_slots, row_slots, lengths, starts, wanted = lanes
-        tokens = count = 0
+        sizes = self._lengths(shape)
+        host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
+        seeds, *lanes = np.split(host.numpy(), np.cumsum(sizes)[:-1])
+        ids, positions, token_slots, row_slots, lengths, starts, wanted, drafts = lanes[:8]
+        temperatures, slots, firsts, depths = lanes[8:]
+        tokens = count = samples = 0
         if step is not None:
             tokens, count = step.tokens, len(step.rows)
             ids[:tokens], positions[:tokens] = step.ids, step.positions
@@ -349,6 +428,14 @@ class ChunkGraphs:
             row_slots[:count], lengths[:count] = step.row_slots, step.lengths
             starts[: count + 1] = step.starts
             wanted[: len(step.wanted)] = step.wanted
+            drafts[: len(step.drafts)] = step.drafts
+            if sampling is not None:
+                samples = len(step.slots)
+                temperatures.view(np.float32)[: len(step.wanted)] = sampling[0]
+                seeds.view(np.int64)[: len(step.wanted)] = sampling[1]
+                slots[:samples], depths[:samples] = step.slots, step.depths
+                firsts[:samples] = np.cumsum(step.depths) - step.depths
+        slots[samples:], depths[samples:] = self._padding_slot, 1
         # Rows of padding have all remaining tokens; those behind them have none.
         positions[tokens:] = np.arange(len(ids) - tokens) % shape.longest
         token_slots[tokens:] = self._padding_slot
@@ -357,9 +444,3 @@ class ChunkGraphs:
         starts[count + 1 :] = np.minimum(tokens + more, len(ids))
         lengths[count:] = np.diff(starts[count:])
         self._static[: len(host)].copy_(host, non_blocking=True)
-
-
-def _lengths(shape: ChunkShape) -> tuple[int, ...]:
-    """Lengths of the fields of ChunkInputs, which lie one behind the other."""
-    tokens, rows = shape.tokens, shape.rows + shape.padding
-    return (tokens, tokens, tokens, rows, rows, rows + 1, shape.wanted)

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from baton.engine.batch import DraftRound
+from baton.engine.batch import Ints
 from baton.engine.cuda_sampler import CudaSampler
+from baton.engine.device_slots import DeviceSlots
 from baton.engine.grammar_masks import Masks
-from baton.engine.launched_step import LaunchedStep, PendingSampling
+from baton.engine.launched_step import Chains, LaunchedStep, PendingSampling
 from baton.engine.plan import Logprobs, Pooling, RowResult
-from baton.engine.sampler import BAD_LOGITS, KeptToken, KernelSamples, Sampler, row_results
-from baton.engine.step_graphs import DecodeGraphs
-from baton.layers.async_copy import Upload, to_device
+from baton.engine.sampler import BAD_LOGITS, KeptToken, KernelSamples, Sampler, Samples, row_results
+from baton.engine.sampler_ops import position_keys
+from baton.engine.step_graphs import ChunkGraphs, DecodeGraphs
+from baton.layers.async_copy import Upload, to_device, to_host
 from baton.layers.tensor_parallel import Communicator
+
+Anything = TypeVar("Anything", Samples, KernelSamples)
 
 
 class StepSampling:
@@ -26,12 +31,14 @@ class StepSampling:
     def __init__(
         self,
         sampler: Sampler | CudaSampler | None,
-        last_token: torch.Tensor,
+        slots: DeviceSlots,
         communicator: Communicator | None,
     ) -> None:
-        """`sampler`: None on ranks but the first; `last_token`: int32 [slots + 1], of every batch slot."""
-        self._sampler, self._last_token, self._communicator = sampler, last_token, communicator
+        """`sampler`: None on ranks but the first."""
+        self._sampler, self._slots, self._communicator = sampler, slots, communicator
+        self._last_token = slots.last_token
         self.graphs: DecodeGraphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
         self._late: LaunchedStep | None = None
         """The last launched step, if its sampling is not enqueued yet."""
 
@@ -64,41 +71,53 @@ class StepSampling:
             launched.done.synchronize()
         samples = launched.samples
         tokens, finite = samples.read() if samples is not None else ([], [])
+        logprobs: dict[int, Logprobs] = {}
+        errors: dict[int, str] = {}
+        for each in (samples, *launched.more):
+            if each is not None:
+                errors |= each.errors
+                if each.logprobs is not None:
+                    logprobs |= zip(each.logprob_rows, each.logprobs.read(each.wanted), strict=True)
+        kept: dict[int, list[KeptToken]] = {}
+        if launched.right is not None:
+            kept, firsts = self._kept(launched, tokens, finite, logprobs, errors), launched.firsts
+            tokens, finite = [tokens[at] for at in firsts], [finite[at] for at in firsts]
+            logprobs = {i: logprobs[at] for i, at in enumerate(firsts) if at in logprobs}
+            errors = {i: errors[at] for i, at in enumerate(firsts) if at in errors}
         if self._communicator is not None:
             self._communicator.check()
         if launched.masks is not None:
             launched.masks.sampled(tokens[row] for row in launched.masks.rows)
         if late is not None:
             self._sample_late(late)
-        logprobs: dict[int, Logprobs] = {}
-        if samples is not None and samples.logprobs is not None:
-            logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
-        errors = samples.errors if samples is not None else {}
-        kept = self._kept(launched, tokens) if launched.drafted else {}
         rows = row_results(launched.rows, tokens, finite, logprobs, launched.prompts, errors, kept)
         if launched.places is not None:
             rows = itemgetter(*launched.places)(rows)
         _add_pooled(rows, launched.pooled)
         return rows
 
-    def _kept(self, launched: LaunchedStep, tokens: Sequence[int]) -> dict[int, list[KeptToken]]:
-        """By the index among the samples, whose tokens are given: what follows each behind right drafts."""
-        found: dict[int, list[KeptToken]] = {}
-        last = list(tokens)
-        for depth, (each, samples) in enumerate(launched.drafted):
-            tokens, finite = samples.read()
-            logprobs: dict[int, Logprobs] = {}
-            if samples.logprobs is not None:
-                logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
-            for i, (of, draft) in enumerate(zip(each.of.tolist(), each.drafts.tolist(), strict=True)):
-                kept = found.setdefault(of, [])
-                if len(kept) == depth and last[of] == draft:
-                    last[of] = tokens[i]
-                    kept.append(KeptToken(tokens[i], logprobs.get(i), finite[i], samples.errors.get(i, "")))
+    def _kept(
+        self,
+        launched: LaunchedStep,
+        tokens: Sequence[int],
+        finite: Sequence[bool],
+        logprobs: Mapping[int, Logprobs],
+        errors: Mapping[int, str],
+    ) -> dict[int, list[KeptToken]]:
+        """By the index among the samples: what follows each behind right drafts. All arguments count what is
+        wanted."""
+        assert launched.right is not None and launched.slots is not None
+        right = launched.right.numpy()
         if isinstance(self._sampler, CudaSampler):
-            slots = [launched.slots[of] for of in found]
-            self._sampler.advance(slots, [len(kept) for kept in found.values()])
-        return found
+            self._sampler.advance(launched.slots, right)
+        return {
+            i: [
+                KeptToken(tokens[at], logprobs.get(at), finite[at], errors.get(at, ""))
+                for at in range(first + 1, first + 1 + count)
+            ]
+            for i, (first, count) in enumerate(zip(launched.firsts, right.tolist(), strict=True))
+            if count
+        }
 
     def _sample_late(self, launched: LaunchedStep) -> None:
         """Enqueues the sampling that waited for the tokens now read."""
@@ -114,87 +133,192 @@ class StepSampling:
     def _sample(self, launched: LaunchedStep, pending: PendingSampling) -> None:
         sampler = self._sampler
         if isinstance(sampler, Sampler):
-            self._sample_on_host(sampler, launched, pending)
+            if pending.chains is None:
+                self._sample_on_host(sampler, launched, pending)
+            else:
+                self._sample_chains_on_host(sampler, launched, pending, pending.chains)
         elif sampler is not None:
             masks = None
             if pending.masked:
                 masks = sampler.masks(pending.slots.tolist(), pending.masked)
-            samples = self._choose(sampler, pending, masks)
-            if pending.rounds:
-                self._sample_rounds(sampler, launched, pending, samples)
+            if pending.chains is None:
+                samples = self._choose(sampler, pending, masks)
+            else:
+                samples = self._sample_chains(sampler, launched, pending, pending.chains, masks)
             launched.samples = samples.to_host()
             if masks is not None:
                 masks.launched()
-                launched.masks, launched.samples.errors = masks, masks.errors
+                launched.masks, errors = masks, masks.errors
+                if launched.right is not None:
+                    errors = {launched.firsts[row]: error for row, error in errors.items()}
+                launched.samples.errors = errors
         if self._communicator is not None:
-            # All ranks have rank 0's last tokens. They differ only in what it has just sampled.
-            self._communicator.broadcast(self._last_token)
+            # All ranks have rank 0's samples. They differ only in what it has just sampled.
+            self._communicator.broadcast(self._slots.sampled)
 
     def _sample_on_host(self, sampler: Sampler, launched: LaunchedStep, pending: PendingSampling) -> None:
-        """Each round samples where the drafts before it were right."""
-        slots, positions, count = pending.slots, pending.positions, len(pending.slots)
-        launched.samples = sampler.sample(pending.logits[:count], slots, positions, pending.masks)
-        last, device = launched.samples.tokens.int(), pending.logits.device
-        launched.slots = slots.tolist() if pending.rounds else []
-        first, right = count, np.full(count, True)
-        for depth, each in enumerate(pending.rounds, 1):
-            kept = (right[each.of] & (last.cpu().numpy()[each.of] == each.drafts)).nonzero()[0]
-            right[:] = False
-            if kept.size:
-                of = each.of[kept]
-                right[of] = True
-                masks = sampler.begin_masks(slots[of].tolist())
-                logits = pending.logits[to_device(first + kept, device)]
-                samples = sampler.sample(logits, slots[of], positions[of] + depth, masks)
-                last[to_device(of, device)] = samples.tokens.int()
-                launched.drafted.append((DraftRound(of, each.drafts[kept]), samples))
-            first += len(each.of)
-        self._last_token.index_copy_(0, to_device(slots, device), last)
+        slots = pending.slots
+        launched.samples = sampler.sample(pending.logits, slots, pending.positions, pending.masks)
+        there = to_device(slots, pending.logits.device)
+        self._last_token.index_copy_(0, there, launched.samples.tokens.int())
 
-    def _sample_rounds(
-        self, sampler: CudaSampler, launched: LaunchedStep, pending: PendingSampling, samples: KernelSamples
+    def _sample_chains_on_host(
+        self, sampler: Sampler, launched: LaunchedStep, pending: PendingSampling, chains: Chains
     ) -> None:
-        """Samples behind each draft, and lets count, on the device, what follows right ones: a slot's last
-        token and its penalties' counts."""
-        device, count = pending.logits.device, len(pending.slots)
-        upload = Upload()
-        upload.add(pending.slots.astype(np.int32))
-        for each in pending.rounds:
-            upload.add(each.of)
-            upload.add(each.drafts)
-        slots, *arrays = upload.send(device)
-        last, right = samples.tokens.clone(), torch.ones(count, dtype=torch.bool, device=device)
-        first, launched.slots = count, pending.slots.tolist()
-        for depth, each in enumerate(pending.rounds, 1):
-            if set(each.of.tolist()) & set(pending.masked):
-                raise RuntimeError("a row with a grammar has drafts: its masks are not known yet")
-            of, drafts = arrays[2 * depth - 2], arrays[2 * depth - 1]
-            kept = right.index_select(0, of) & (last.index_select(0, of) == drafts)
-            there = torch.where(kept, slots.index_select(0, of), len(self._last_token) - 1)
-            part = slice(first, first + len(each.of))
-            first = part.stop
+        """Samples one position behind the other, where the drafts before it were right."""
+        slots, logits, device = pending.slots, pending.logits, pending.logits.device
+        firsts, drafts = chains.firsts, chains.drafts.cpu().numpy()
+        tokens = torch.zeros(len(logits), dtype=torch.int64, device=device)
+        peaks = torch.zeros(len(logits), device=device)
+        of, right = np.arange(len(slots)), np.zeros(len(slots), np.int32)
+        last = np.zeros(len(slots), np.int64)
+        for depth in range(int(chains.depths.max())):
+            masks = pending.masks
+            if depth:
+                of = of[chains.depths[of] > depth]
+                of = of[last[of] == drafts[firsts[of] + depth]]
+                right[of] = depth
+                masks = sampler.begin_masks(slots[of].tolist())
+            if not of.size:
+                break
+            at = firsts[of] + depth
+            there = to_device(at, device)
+            samples = sampler.sample(logits[there], slots[of], pending.positions[of] + depth, masks)
+            tokens[there], peaks[there] = samples.tokens, samples.peaks.float()
+            last[of] = samples.tokens.cpu().numpy()
+            launched.more.append(_moved(samples, at))
+        launched.samples = Samples(tokens, peaks)
+        self._verified(launched, slots, firsts, torch.from_numpy(right))
+        for memory, values in ((self._slots.right, right), (self._last_token, last.astype(np.int32))):
+            memory.index_copy_(0, to_device(slots, device), to_device(values, device))
+
+    def _sample_chains(
+        self,
+        sampler: CudaSampler,
+        launched: LaunchedStep,
+        pending: PendingSampling,
+        chains: Chains,
+        masks: Masks | None,
+    ) -> KernelSamples:
+        """Samples behind each draft, and decides on the device how many of them are right."""
+        if pending.shape is not None:
+            assert self.chunk_graphs is not None
+            result, right = self.chunk_graphs.choose(pending.shape, len(chains.drafts), len(pending.slots))
+        else:
+            upload = Upload()
+            for array in (pending.slots, chains.firsts, chains.depths):
+                upload.add(array)
+            where = upload.send(pending.logits.device)
             if pending.simple is not None:
-                _, temperatures, keys = pending.simple
-                simple = there, temperatures[part], keys[part]
-                found = sampler.sample_simple(pending.logits[part], *simple, self._last_token)
+                _, *simple = pending.simple
+                result, right = self.choose_chains(pending.logits, chains, *simple, *where)
             else:
-                own, at = pending.slots[each.of], pending.positions[each.of] + depth
-                found = sampler.sample(pending.logits[part], own, at, self._last_token, kept=(kept, there))
-            last.index_copy_(0, of, found.tokens)
-            right.zero_().index_copy_(0, of, kept)
-            launched.drafted.append((each, found.to_host()))
+                result, right = self._choose_in_rounds(sampler, launched, pending, chains, masks, *where[:2])
+        self._verified(launched, pending.slots, chains.firsts, to_host(right))
+        return KernelSamples(result)
+
+    def choose_chains(
+        self,
+        logits: torch.Tensor,
+        chains: Chains,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        slots: torch.Tensor,
+        firsts: torch.Tensor,
+        depths: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples that depend on temperature and seed alone, at all positions at once; `seeds`: `seed_keys`;
+        slots, firsts, depths: int64 [samples]. Result: int32 [wanted, 2] as in step_graphs.Inputs, and
+        int32 [samples]: how many drafts are right."""
+        from baton.layers.kernels.sampling import sample
+
+        result = torch.empty(len(logits), 2, dtype=torch.int32, device=logits.device)
+        nowhere = torch.full_like(chains.positions, len(self._last_token) - 1)
+        keys = position_keys(seeds, chains.positions + 1)
+        sample(logits, temperatures, keys, nowhere, self._last_token, result)
+        right, last = verify(result[:, 0], chains.drafts, firsts, depths, int(chains.depths.max()))
+        self._last_token.index_copy_(0, slots, last)
+        self._slots.right.index_copy_(0, slots, right)
+        return result, right
+
+    def _choose_in_rounds(
+        self,
+        sampler: CudaSampler,
+        launched: LaunchedStep,
+        pending: PendingSampling,
+        chains: Chains,
+        masks: Masks | None,
+        slots: torch.Tensor,
+        firsts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `choose_chains`, where what is sampled changes a slot's penalties: one position behind the
+        other, of which only those that count change them."""
+        logits, device, depths = pending.logits, pending.logits.device, chains.depths
+        result = torch.empty(len(chains.drafts), 2, dtype=torch.int32, device=device)
+        right = torch.zeros(len(slots), dtype=torch.int32, device=device)
+        last = right
+        if any(depths[row] > 1 for row in pending.masked):
+            raise RuntimeError("a row with a grammar has drafts: its masks are not known yet")
+        for depth in range(int(depths.max())):
+            of = (depths > depth).nonzero()[0]
+            there = to_device(of, device)
+            at = firsts.index_select(0, there) + depth
+            kept = None
+            if depth:
+                agree = last.index_select(0, there) == chains.drafts.index_select(0, at)
+                counts = agree & (right.index_select(0, there) == depth - 1)
+                right.index_add_(0, there, counts.int())
+                padding = len(self._last_token) - 1
+                kept = counts, torch.where(counts, slots.index_select(0, there), padding).int()
+            found = sampler.sample(
+                logits.index_select(0, at),
+                pending.slots[of],
+                chains.positions.index_select(0, at) + 1,
+                self._last_token,
+                masks if depth == 0 else None,
+                kept,
+            )
+            result.index_copy_(0, at, found.result)
+            last = last.index_copy(0, there, found.tokens)
+            launched.more.append(_moved(found, chains.firsts[of] + depth))
+        self._slots.right.index_copy_(0, slots, right)
+        return result, right
+
+    def _verified(self, launched: LaunchedStep, slots: Ints, firsts: Ints, right: torch.Tensor) -> None:
+        launched.slots, launched.firsts, launched.right = slots, firsts.tolist(), right
 
     def _choose(self, sampler: CudaSampler, pending: PendingSampling, masks: Masks | None) -> KernelSamples:
         """By kernels, into the slots' last tokens too."""
         if pending.graph:
             assert self.graphs is not None
             return KernelSamples(self.graphs.choose(pending.graph, masks.host if masks is not None else None))
-        count = len(pending.slots)
-        logits = pending.logits[:count]
+        logits = pending.logits
         if pending.simple is not None:
-            slots, temperatures, keys = (each[:count] for each in pending.simple)
-            return sampler.sample_simple(logits, slots, temperatures, keys, self._last_token, masks)
+            return sampler.sample_simple(logits, *pending.simple, self._last_token, masks)
         return sampler.sample(logits, pending.slots, pending.positions, self._last_token, masks)
+
+
+def verify(
+    tokens: torch.Tensor, drafts: torch.Tensor, firsts: torch.Tensor, depths: torch.Tensor, deepest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens: int32 [wanted], as sampled; drafts: int32 [wanted], the tokens that they were sampled behind;
+    firsts, depths: int64 [samples], where each sample's begin, and how many they are, at most `deepest`.
+    Result: int32 [samples]: how many drafts are right, and the token behind the last of them."""
+    steps = torch.arange(deepest, device=tokens.device)
+    at = (firsts[:, None] + steps).clamp_(max=len(tokens) - 1)
+    found = tokens[at]
+    agree = (found[:, :-1] == drafts[at[:, 1:]]) & (steps[1:] < depths[:, None])
+    right = agree.int().cumprod(1).sum(1)
+    return right.int(), found.gather(1, right[:, None]).squeeze(1)
+
+
+def _moved(samples: Anything, at: Ints) -> Anything:
+    """`samples`, whose rows are at these among those wanted."""
+    samples.logprob_rows = [int(at[row]) for row in samples.logprob_rows]
+    samples.errors = {int(at[row]): error for row, error in samples.errors.items()}
+    if isinstance(samples, KernelSamples) and samples.logprobs is not None:
+        samples.logprobs = samples.logprobs.to_host()
+    return samples
 
 
 def pool_states(pooling: Pooling, states: torch.Tensor) -> torch.Tensor:
