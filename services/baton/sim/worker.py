@@ -310,7 +310,7 @@ class Worker(SimProcess, WorkerShell[C]):
             for flight in self.flights:
                 for row in flight.plan.rows:
                     first = row.start // self.pool.page_size
-                    last = (row.start + row.count - 1) // self.pool.page_size
+                    last = (row.longest - 1) // self.pool.page_size
                     for table in row.tables:
                         both = pull.targets.intersection(table[first : last + 1])
                         if both:
@@ -358,11 +358,11 @@ def _spec(window: int | None) -> CacheSpec:
 
 
 def _used(row: PlanRow, groups: Sequence[KvGroup], size: int) -> Iterator[int]:
-    """The pages that a row reads or writes."""
-    end = row.start + row.count
+    """The pages that a row reads or writes; of one that follows unread drafts those that it surely does."""
+    start, end = row.start + row.ahead, row.longest
     for group, table in zip(groups, row.tables, strict=True):
         if isinstance(group.spec, State):
-            yield from (table[(stop - 1) // size] for stop in State.stops(row.start, end, size))
-            yield from table[group.spec.sees(row.start, size) :][: row.start > 0]
+            yield from (table[(stop - 1) // size] for stop in State.stops(start, end, size))
+            yield from table[group.spec.sees(start, size) :][: start > 0]
         else:
-            yield from table[group.spec.sees(row.start, size) : -(-end // size)]
+            yield from table[group.spec.sees(start, size) : -(-end // size)]
