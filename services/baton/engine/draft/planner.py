@@ -57,7 +57,10 @@ class DraftPlanner:
         if config.draft_adaptive and found:
             budget = config.token_budget - len(rows)
             chosen = lengths.choose(
-                [(s.row_drafts, (s.draft_kind, s.unread), len(drafts) - s.drafted) for s, drafts in found.items()],
+                [
+                    (s.row_drafts, (s.draft_kind, s.unread), len(drafts) - s.drafted)
+                    for s, drafts in found.items()
+                ],
                 len(rows),
                 room,
                 sum(sequence.computed for sequence in rows),
