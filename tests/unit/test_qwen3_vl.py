@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,12 @@ import torch
 from random_checkpoints import Driver
 from vision_models import IMAGE_TOKEN, processor, save_qwen3_vl
 
-from baton.engine.images import ImageSpan, rotary_positions
+from baton.engine.images import ImageSpan, rotary_positions, with_placeholders
+from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 
 SIZES = [(8, 8), (24, 40), (16, 8), (40, 16), (8, 32)]
 """Heights and widths in pixels."""
@@ -177,6 +183,79 @@ def test_one_pixel_makes_other_logits(saved):
         tracks.append(run(driver, slot, tokens, images, [len(tokens)], 1))
     first, second = (track.logits[len(tracks[0].tokens) - 1] for track in tracks)
     assert (first - second).abs().max().item() > 1e-3
+
+
+class SeeingEngine:
+    """A scheduler over the real runner, whose steps have few tokens: chunks cut images."""
+
+    def __init__(self, path, pages):
+        self.driver = Driver(path, page_size=4, num_pages=pages)
+        self.cache = KvCacheManager(PageAllocator(pages), PrefixTree(4, images=True))
+        config = SchedulerConfig(
+            context_length=256, token_budget=11, max_rows=8, watermark=0, output_margin=0
+        )
+        self.scheduler = Scheduler(self.cache, config)
+
+    def answers(self, *asked):
+        """Output of each choice of each request."""
+        found = {}
+        for request in asked:
+            self.scheduler.submit(request)
+        while self.scheduler.requests:
+            step = self.scheduler.plan()
+            if step is not None:
+                runner = self.driver.runner
+                self.scheduler.commit(step, runner.read(runner.launch(step.plan)))
+            for event in self.scheduler.take_events():
+                assert not isinstance(event, FailedEvent), event
+                if isinstance(event, TokenEvent):
+                    key = event.sequence.request.key, event.sequence.index
+                    found.setdefault(key, []).append(event.token)
+        self.cache.check(idle=True)
+        return found
+
+
+def asks(key, tokens, images, count=8, **options):
+    params = SamplingParams(temperature=0.0, max_tokens=count)
+    prompt = with_placeholders(tokens, images)
+    return EngineRequest(key=key, prompt=prompt, params=params, images=images, **options)
+
+
+def greedy(model, tokens, images, count=8):
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(**inputs_of(tokens, images), **options)[0, len(tokens) :].tolist()
+
+
+def test_cached_forked_resumed_and_beside_an_image_of_one_other_pixel(saved):
+    path, model = saved
+    engine = SeeingEngine(path, 120)
+    tokens, images = prompt_of([6, (24, 40), 2, (16, 16), 5])
+    wanted = greedy(model, tokens, images)
+    assert engine.answers(asks("a", tokens, images)) == {("a", 0): wanted}
+    again = asks("b", tokens, images)
+    assert engine.answers(again) == {("b", 0): wanted}
+    assert again.cached_tokens == (len(tokens) - 1) // 4 * 4
+    forked = engine.answers(asks("c", tokens, images, n=2))
+    assert forked == {("c", 0): wanted, ("c", 1): wanted}
+    resumed = engine.answers(asks("d", tokens, images, delivered=(tuple(wanted[:3]),)))
+    assert resumed == {("d", 0): wanted[3:]}
+    other = images[0].pixels.copy()
+    other[11, 30, 2] ^= 1
+    digest = hashlib.sha256(other.tobytes()).digest()
+    changed = (replace(images[0], pixels=other, digest=digest), images[1])
+    near = asks("e", tokens, changed)
+    assert engine.answers(near) == {("e", 0): greedy(model, tokens, changed)}
+    assert near.cached_tokens == 4  # the text before it
+
+
+def test_retracted_requests_see_their_images_again(saved):
+    path, model = saved
+    engine = SeeingEngine(path, 20)
+    texts = [prompt_of([4, (24, 40), 3], seed=9), prompt_of([4, (40, 24), 5], seed=9)]
+    asked = [asks(key, *text, count=24) for key, text in enumerate(texts)]
+    found = engine.answers(*asked)
+    assert sum(each.retractions for each in asked) > 0
+    assert found == {(key, 0): greedy(model, *text, count=24) for key, text in enumerate(texts)}
 
 
 @pytest.mark.thorough

@@ -1,0 +1,37 @@
+"""Pictures inside JSON: only the bytes themselves, as a data URI. Nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+from baton.pictures.settings import PictureError
+
+MOST_BYTES = 20 * 2**20
+"""Of a picture as it is sent."""
+
+
+def from_data_uri(uri: str) -> bytes:
+    """Raises PictureError."""
+    scheme, _, rest = uri.partition(":")
+    kind = scheme.strip().lower()
+    if kind in ("http", "https"):
+        raise PictureError(
+            "is an address, and nothing is fetched here: send the picture itself (data:image/...)"
+        )
+    if kind != "data" or not rest:
+        raise PictureError("is no data URI (data:image/...;base64,...), the only form that is taken")
+    head, comma, body = rest.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise PictureError("is a data URI without ;base64, which pictures need")
+    return from_base64(body)
+
+
+def from_base64(text: str) -> bytes:
+    """Raises PictureError."""
+    if len(text) * 3 // 4 > MOST_BYTES + 2:
+        raise PictureError(f"has more than {MOST_BYTES:,} bytes")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise PictureError("is not valid base64") from None
