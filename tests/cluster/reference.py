@@ -31,6 +31,8 @@ class Reference:
         self._model = model
         model.generation_config.eos_token_id = model.config.eos_token_id = None
         self._vocabulary = model.config.get_text_config().vocab_size
+        # Its scores grow with the place in the padded row, and its chunks begin there.
+        self._batches = model.config.model_type != "llama4_text"
 
     @torch.inference_mode()
     def greedy(self, prompts: list[list[int]], count: int) -> torch.Tensor:
@@ -44,6 +46,8 @@ class Reference:
             output_logits=True,
             return_dict_in_generate=True,
         )
+        if len(prompts) > 1 and not self._batches:
+            return torch.cat([self.greedy([prompt], count) for prompt in prompts])
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[at >= longest - len(prompt) for at in range(longest)] for prompt in prompts])

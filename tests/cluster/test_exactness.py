@@ -17,12 +17,13 @@ from deployment import Deployment
 from process import Process
 from reference import Answer, Reference
 
+from baton.layers.cache_spec import CacheSpec, ChunkedWindow, Full, SlidingWindow
 from baton.worker.decode.core import LOCAL_PREFILL_TOKENS
 
 WHOLE = os.environ.get("BATON_TEST_EXACTNESS") == "whole"
 MODELS = [*ARCHITECTURES, *MORE, *BY_TRANSFORMERS] if WHOLE else list(ARCHITECTURES)
-CACHE_KINDS = ("qwen3", "gemma3", "mistral-window", "deepseek")
-"""A family of each kind of KV cache, for `make test`: one group, several, one with a window, MLA."""
+CACHE_KINDS = ("qwen3", "gemma3", "llama4", "mistral-window", "deepseek")
+"""A family of each kind of KV cache, for `make test`: one group, several, chunks, one with a window, MLA."""
 OUTPUT = 64
 PAGE = 16
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
@@ -33,16 +34,18 @@ SOME_LENGTHS = [16, 33, 64, 65, 160, 300]
 """Of all models but one. The first four with their outputs need more pages than there are: retractions."""
 WIDE_LENGTHS = [16, 65, 300]
 """Of models without narrow workers."""
-WINDOWS: dict[str, list[int | None]] = {
-    "gemma3": [None, 48, 48],
-    "gemma4": [None, 40, 40],
-    "gpt-oss": [None, 40, 40],
-    "mistral-window": [24],
-    **{f"transformers:{name}": [None, 24] for name in ("cohere2", "exaone4", "gemma2", "gpt-oss")},
-    "transformers:gemma3-images": [None, 24],
-    "transformers:starcoder2": [24],
+_SMALL = [Full(), SlidingWindow(24)]
+GROUPS: dict[str, list[CacheSpec]] = {
+    "gemma3": [Full(), SlidingWindow(48), SlidingWindow(48)],
+    "gemma4": [Full(), SlidingWindow(40), SlidingWindow(40)],
+    "gpt-oss": [Full(), SlidingWindow(40), SlidingWindow(40)],
+    "llama4": [Full(), ChunkedWindow(40), ChunkedWindow(40)],
+    "mistral-window": [SlidingWindow(24)],
+    **{f"transformers:{name}": _SMALL for name in ("cohere2", "exaone4", "gemma2", "gpt-oss")},
+    "transformers:gemma3-images": _SMALL,
+    "transformers:starcoder2": [SlidingWindow(24)],
 }
-"""Of the KV groups; other models have one, without a window."""
+"""KV groups; other models have one, which sees all."""
 NARROW = ("--token-budget", "16", "--max-rows", "8", "--page-size", "16", "--transports", "grpc", "--overlap")
 """Chunks of one page at most, pages over gRPC, each step launched before the last one's tokens are read."""
 TIGHT = ("--kv-tokens", "400", "--output-margin", "1", "--watermark", "0")
@@ -58,8 +61,8 @@ class Routes:
     """One model behind two gateways, or four."""
 
     deployment: Deployment
-    windows: list[int | None]
-    """Of the KV groups."""
+    groups: list[CacheSpec]
+    """The KV groups."""
     answers: list[Answer]
     wide_split: Process
     wide_aggregated: Process
@@ -83,8 +86,8 @@ def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     model = make_model(request.param)
     lengths = LENGTHS if WHOLE or request.param == "qwen3" else SOME_LENGTHS
     lengths = WIDE_LENGTHS if request.param in WIDE_ONLY else lengths
-    windows = WINDOWS.get(request.param, [None])
-    borders = [w + more for w in windows if w is not None for more in (0, PAGE)[: 1 + WHOLE]]
+    groups = GROUPS.get(request.param, [Full()])
+    borders = [spec.window + more for spec in groups if spec.window for more in (0, PAGE)[: 1 + WHOLE]]
     lengths = sorted({*lengths, *(border + more for border in borders for more in (-1, 0, 1))})
     deployment = Deployment(folder, save(model, folder / "model"))
     code = ("--model-impl", "transformers" if request.param in BY_TRANSFORMERS else "auto")
@@ -102,7 +105,7 @@ def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     )
     routes = Routes(
         deployment,
-        windows,
+        groups,
         Reference(model).answers(lengths, OUTPUT),
         deployment.add_gateway([wide[1]], [wide[0]]),
         deployment.add_gateway([wide[1]]),
@@ -116,10 +119,9 @@ def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
         yield routes
 
 
-def handed_over(length: int, windows: list[int | None]) -> int:
+def handed_over(length: int, groups: list[CacheSpec]) -> int:
     """Pages that a decode node pulls for a prompt: of a window those that its last page border sees."""
-    ends, border = -(-length // 16), (length - 1) // 16 * 16
-    return sum(ends - (0 if window is None else max(0, border + 1 - window) // 16) for window in windows)
+    return sum(-(-length // PAGE) - spec.keeps(length, PAGE) for spec in groups)
 
 
 async def answer_all(routes: Routes, gateway: Process, **options):
@@ -143,7 +145,7 @@ async def test_split_over_shared_memory(routes):
         handed_off = len(answer.prompt) > LOCAL_PREFILL_TOKENS
         assert completion.stats.prefill_address == (prefill.address if handed_off else "")
         assert completion.stats.transport == ("shm" if handed_off else "")
-        pages = handed_over(len(answer.prompt), routes.windows) if handed_off else 0
+        pages = handed_over(len(answer.prompt), routes.groups) if handed_off else 0
         assert completion.stats.pulled_pages == pages
         assert completion.stats.decode_address == decode.address
     again = await answer_all(routes, routes.wide_split, namespace="split")

@@ -13,7 +13,7 @@ from asking import ask, greedy
 from checkpoints import make_tokenizer
 from deployment import Deployment
 from polling import until
-from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config, Qwen3_5TextConfig
 
 from baton.client import AsyncClient
 from baton.engine.draft.oracle import prompt_digest
@@ -47,6 +47,20 @@ MODELS = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
         320,
+    ),
+    "granite4": (
+        GraniteMoeHybridConfig,
+        {
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "shared_intermediate_size": 48,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+        224,
     ),
     "lfm2": (Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, 208),
 }

@@ -19,7 +19,7 @@ from baton.kvcache import (
     PrefixTree,
 )
 from baton.kvcache.kv_groups import divide_layers, longest, peak
-from baton.layers.cache_spec import Full, SlidingWindow, attention_cache
+from baton.layers.cache_spec import ChunkedWindow, Full, SlidingWindow, attention_cache
 
 PAGE = 2
 
@@ -55,11 +55,23 @@ def test_a_window_sees_and_keeps_pages_up_to_its_borders():
     assert Full().sees(99, 2) == Full().keeps(99, 2) == 0
 
 
+def test_a_chunk_is_seen_from_its_first_position_on():
+    spec = ChunkedWindow(5)
+    # 4 sees 0 to 4, 5 sees itself, 9 sees 5 to 9; a page that two chunks share is seen by both.
+    assert [spec.sees(position, 2) for position in (0, 4, 5, 9, 10)] == [0, 0, 2, 2, 5]
+    # A sequence at 6 could be cut back to the border at 4, which sees 0.
+    assert [spec.keeps(position, 2) for position in (4, 6, 7, 10, 11)] == [0, 0, 2, 2, 5]
+    assert spec.needs(5, None, 2) == 5, "nothing is seen of what ends with a chunk"
+    assert spec.within(6) == spec and spec.within(5) == Full()
+    assert spec != SlidingWindow(5)
+
+
+@pytest.mark.parametrize("kind", [SlidingWindow, ChunkedWindow])
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
-def test_no_sequence_holds_more_than_its_peak(window, chunk):
+def test_no_sequence_holds_more_than_its_peak(kind, window, chunk):
     """As the scheduler does it: two steps in flight, pages given up when the first has retired."""
-    groups = (FULL, KvGroup(SlidingWindow(window)))
+    groups = (FULL, KvGroup(kind(window)))
     for total in (1, 5, 24, 41):
         cache = KvCacheManager(PageAllocator(200), PrefixTree(PAGE, groups=groups))
         holding, ends, most = cache.hold([]), [0], 0
@@ -91,7 +103,7 @@ class GroupsMachine(RuleBasedStateMachine):
     """Sequences over a cache with several groups. Each page holds what was written there: whatever a position
     sees must be the KV of its own prefix, in each group."""
 
-    groups = (FULL, KvGroup(SlidingWindow(3)), KvGroup(SlidingWindow(7)))
+    groups = (FULL, KvGroup(SlidingWindow(3)), KvGroup(SlidingWindow(7)), KvGroup(ChunkedWindow(6)))
     total = 24
 
     def __init__(self) -> None:

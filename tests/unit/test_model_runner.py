@@ -63,10 +63,10 @@ def test_logits_and_greedy_tokens_equal_transformers(checkpoints, variant, chunk
         check_greedy(model, prompt, track.tokens[len(prompt) :])
 
 
-@pytest.mark.parametrize("variant", ["gemma3", "gemma4-shared", "gpt-oss", "mistral-window"])
+@pytest.mark.parametrize("variant", ["gemma3", "gemma4-shared", "gpt-oss", "llama4", "mistral-window"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 3), (4, 4), (8, 5), (16, 16)])
 def test_window_groups_with_page_tables_of_what_is_seen(checkpoints, variant, page_size, chunk):
-    """Around the borders of windows of 24 and 32, and of pages."""
+    """Around the borders of windows and chunks of 24 and 32, and of pages."""
     path, model = checkpoints(variant)
     driver = Driver(path, page_size=page_size, num_pages=512 // page_size)
     assert any(group.spec.window for group in driver.pool.layout.groups)

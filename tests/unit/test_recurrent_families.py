@@ -11,14 +11,18 @@ from random_checkpoints import (
     save_checkpoint,
 )
 from transformers import (
+    BambaConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    NemotronHConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
 
 from baton.layers.gated_delta_net import CHUNK, delta_chunks, delta_step
+from baton.layers.mamba2 import mamba_chunks, mamba_step
 
 _HYBRID = {
     "head_dim": 32,
@@ -42,10 +46,69 @@ _LFM2 = {
     "max_position_embeddings": 512,
     "pad_token_id": None,
 }
+_GRANITE = {
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "max_position_embeddings": 512,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 24,
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 0.5,
+}
 VARIANTS = {
     "qwen3-next": (Qwen3NextConfig, {**_HYBRID, **_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3.5": (Qwen3_5TextConfig, {**_HYBRID, "tie_word_embeddings": True}),
     "qwen3.5-moe": (Qwen3_5MoeTextConfig, {**_HYBRID, **_EXPERTS, "linear_num_value_heads": 2}),
+    "granite4": (
+        GraniteMoeHybridConfig,
+        {
+            **_GRANITE,
+            "num_local_experts": 0,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite4-moe": (
+        GraniteMoeHybridConfig,
+        {**_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "bamba": (
+        BambaConfig,
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [2],
+            "max_position_embeddings": 512,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 24,
+            "pad_token_id": None,
+        },
+    ),
+    "nemotron-h": (
+        NemotronHConfig,
+        {
+            "num_hidden_layers": None,
+            "hybrid_override_pattern": "M-M*EMM-",
+            "head_dim": 32,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 3,
+            "ssm_state_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "max_position_embeddings": 512,
+            "pad_token_id": None,
+        },
+    ),
     "lfm2": (Lfm2Config, {**_LFM2, "conv_bias": True, "block_multiple_of": 8}),
     "lfm2-moe": (
         Lfm2MoeConfig,
@@ -68,10 +131,10 @@ def saved(request, tmp_path_factory):
     return path, save(request.param, path)
 
 
-def save(variant, path):
+def save(variant, path, variants=VARIANTS):
     """The reference is in float64: in float32 transformers' own logits are up to 1.1e-4 off. Qwen's norms are
     stored minus one, but for that of a recurrent layer."""
-    model = save_checkpoint(variant, path, variants=VARIANTS)
+    model = save_checkpoint(variant, path, variants=variants)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "qwen" in variant and name.endswith("norm.weight") and "linear_attn" not in name:
@@ -140,4 +203,25 @@ def test_chunks_of_the_delta_rule_are_its_steps(count):
         one = (part[:, :, at : at + 1] for part in (q, k, v, decay, beta))
         expected, state = delta_step(*one, state)
         torch.testing.assert_close(out[:, :, at : at + 1], expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(after, state, atol=2e-5, rtol=1e-4)
+
+
+def test_limits_of_mambas_steps_hold_for_decode_rows_too(tmp_path):
+    """As in one pass of transformers over the whole; its `generate()` forgets them."""
+    options = {**_GRANITE, "num_local_experts": 0, "time_step_limit": (0.6, 0.8)}
+    model = save("limits", tmp_path, {"limits": (GraniteMoeHybridConfig, options)})
+    check_logits(model, Driver(tmp_path).answer(0, random_prompts(20)[0], 8))
+
+
+@pytest.mark.parametrize("count", [2, CHUNK, CHUNK + 1, 3 * CHUNK - 5])
+def test_chunks_of_mamba_are_its_steps(count):
+    generator = torch.Generator().manual_seed(count)
+    read, write = (torch.randn(2, 3, 1, count, 8, generator=generator) for _ in range(2))
+    v, state = torch.randn(2, 3, 4, count, 6, generator=generator), torch.randn(2, 3, 4, 8, 6)
+    decay = -torch.rand(2, 3, 4, count, generator=generator) * 3
+    out, after = mamba_chunks(read, write, v, decay, state.clone())
+    for at in range(count):
+        one = (part[:, :, :, at : at + 1] for part in (read, write, v, decay))
+        expected, state = mamba_step(*one, state)
+        torch.testing.assert_close(out[:, :, :, at : at + 1], expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(after, state, atol=2e-5, rtol=1e-4)

@@ -75,22 +75,29 @@ class AttentionRows:
 
 class SeenRow(NamedTuple):
     """What a row sees of a KV group, on the host: positions count from the first page given, which is the
-    sequence's first that a window sees."""
+    sequence's first that a window or chunk sees."""
 
     start: int
     tokens: int
     pages: Sequence[int]
     """pages[p // page_size] holds position p; may be longer than needed."""
+    first: int = 0
+    """The sequence's position at which they begin."""
 
 
-def seen_rows(rows: AttentionRows, group: int, page_size: int, window: int | None) -> list[SeenRow]:
-    """The rows in a KV group whose layers have this window."""
+def seen_rows(
+    rows: AttentionRows, group: int, page_size: int, window: int | None, chunk: int | None = None
+) -> list[SeenRow]:
+    """The rows in a KV group whose layers have this window, or see chunks of this size."""
     assert rows.host is not None
     seen, size = [], page_size
     for row in rows.host:
         table = row.tables[group]
         first = 0 if window is None else max(0, row.start - window + 1) // size
-        seen.append(SeenRow(row.start - first * size, row.count, table[first:] if first else table))
+        if chunk is not None:
+            first = row.start // chunk * chunk // size
+        pages = table[first:] if first else table
+        seen.append(SeenRow(row.start - first * size, row.count, pages, first * size))
     return seen
 
 

@@ -43,6 +43,8 @@ class _RowGroup:
     """False: one row, whose keys are attended to as they are."""
     lengths: list[int]
     """Keys of each row."""
+    firsts: list[int]
+    """Position of each row's first key."""
     gathered: _Gathered
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     """By window: [rows, 1, 1, length], 0 or -inf; None: all keys of every row are seen."""
@@ -71,7 +73,7 @@ class TorchAttention:
     """
 
     name = "torch"
-    features = frozenset({"scale", "window", "softcap", "sinks", "kv_scales", "sinks and kv_scales"})
+    features = frozenset({"scale", "window", "chunk", "softcap", "sinks", "kv_scales", "sinks and kv_scales"})
 
     @staticmethod
     def available(
@@ -120,8 +122,8 @@ class TorchAttention:
 
     def plan(self, rows: AttentionRows) -> None:
         """Rows of one token come before all others."""
-        window = self._options[0].window
-        self._plan(seen_rows(rows, self._group, self._layout.page_size, window))
+        options = self._options[0]
+        self._plan(seen_rows(rows, self._group, self._layout.page_size, options.window, options.chunk))
 
     def _plan(self, rows: Sequence[SeenRow]) -> None:
         if self._one_token_on(rows):
@@ -275,9 +277,9 @@ class TorchAttention:
         entries: list[npt.NDArray[np.int64]] = []
         for length, part in parts:
             entries.append(self._entries(self._padded_table(part, length), len(part)))
-            lengths = [row.start + 1 for row in part]
+            lengths, firsts = [row.start + 1 for row in part], [row.first for row in part]
             gathered = self._gathered(len(entries[-1]), len(part), length)
-            self._groups.append(_RowGroup(self._pads(part[0]), lengths, gathered))
+            self._groups.append(_RowGroup(self._pads(part[0]), lengths, firsts, gathered))
         if parts:
             of_layers = self._there(np.concatenate(entries)) + 2 * self._layers
             sizes = [len(part) for part in entries]
@@ -339,9 +341,13 @@ class TorchAttention:
             window = None
         if window not in group.masks:
             group.masks[window] = None
-            if window is not None or min(group.lengths) < keys:
+            chunk = self._options[0].chunk
+            if window is not None or chunk is not None or min(group.lengths) < keys:
                 lengths, positions = np.array(group.lengths)[:, None, None, None], np.arange(keys)
                 hidden = positions >= lengths
+                if chunk is not None:
+                    firsts = np.array(group.firsts)[:, None, None, None]
+                    hidden |= positions < (lengths - 1 + firsts) // chunk * chunk - firsts
                 if window is not None:
                     hidden |= positions < lengths - window
                 mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
@@ -369,13 +375,17 @@ class TorchAttention:
             window = None
         if window not in chunk.masks:
             chunk.masks[window] = None
-            if window is not None or chunk.pages is not None:
+            size = self._options[0].chunk
+            if window is not None or size is not None or chunk.pages is not None:
                 device, count = self._pool.device, chunk.tokens.stop - chunk.tokens.start
                 positions = torch.arange(chunk.end - count, chunk.end, device=device)[:, None]
                 keys = torch.arange(chunk.end, device=device)
                 hidden = keys > positions
                 if window is not None:
                     hidden |= keys <= positions - window
+                if size is not None:
+                    first = chunk.row.first
+                    hidden |= keys < (positions + first) // size * size - first
                 mask = torch.zeros(count, chunk.end, dtype=dtype, device=device)
                 chunk.masks[window] = mask.masked_fill_(hidden, -torch.inf)
         return chunk.masks[window]

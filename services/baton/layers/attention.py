@@ -15,7 +15,7 @@ from baton.layers.cache_spec import CacheSpec, attention_cache
 from baton.layers.linear import Linear
 from baton.layers.norm import add_one
 from baton.layers.parameters import Parameters
-from baton.layers.rope import Rope, apply_rope
+from baton.layers.rope import Rope, apply_rope, half_split
 from baton.layers.tensor_parallel import times
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class AttentionOptions:
     """Scale of the attention scores, instead of 1 / sqrt(head_dim)."""
     window: int | None = None
     """A token sees this many positions, the last of them its own; None: all."""
+    chunk: int | None = None
+    """A token sees the positions from the last multiple of this on, its own the last of them; None: all."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap)."""
     sinks: torch.Tensor | None = None
@@ -42,7 +44,7 @@ class AttentionOptions:
     @property
     def features(self) -> frozenset[str]:
         """The options in use, by name."""
-        names = ("scale", "window", "softcap", "sinks", "latent", "kv_scales")
+        names = ("scale", "window", "chunk", "softcap", "sinks", "latent", "kv_scales")
         found = frozenset(name for name in names if getattr(self, name) is not None)
         # FlashAttention 3 has not been tried with both.
         return found | {"sinks and kv_scales"} if found >= {"sinks", "kv_scales"} else found
@@ -123,18 +125,21 @@ class Attention(WritingAttention):
         merged: str | None = None,
         values: bool = True,
         gated: bool = False,
+        interleaved: bool = False,
+        norm_weights: bool = True,
     ) -> None:
         """`norm_eps`: queries and keys of each head are normalized; `merged`: the checkpoint's name for
         queries, keys and values in one tensor; `values` false: they are not projected, and whoever calls
         `split` and `write` adds them; `gated`: what comes out is multiplied by the sigmoid of a gate, which
-        q_proj has behind each head's queries."""
+        q_proj has behind each head's queries; `interleaved`: the checkpoint's rotation pairs neighbours;
+        `norm_weights` false: the norms of heads have none."""
         shard = parameters.shard
         own, own_kv = shard.split(heads, "attention heads"), shard.kv_heads(kv_heads)
         self.index, self.rope, self.head_dim = index, rope, head_dim
         self.heads, self.kv_heads = own[1], own_kv[1]
         """Heads of this rank."""
         self.options = options
-        self.cache = attention_cache(options.window, kv_heads, head_dim)
+        self.cache = attention_cache(options.window, kv_heads, head_dim, chunk=options.chunk)
         q, kv = heads * head_dim, kv_heads * head_dim
         parts = {merged: q + 2 * kv} if merged else {"q_proj": q, "k_proj": kv}
         if values and not merged:
@@ -142,6 +147,8 @@ class Attention(WritingAttention):
         queries, keys = times(own, head_dim), times(own_kv, head_dim)
         rows = {name: [queries if name == "q_proj" else keys] for name in parts}
         convert = None
+        if interleaved:
+            convert = dict.fromkeys(("q_proj", "k_proj"), half_split(head_dim, 0))
         self.gated = gated
         if gated:
             parts["q_proj"], rows["q_proj"] = 2 * q, [times(own, 2 * head_dim)]
@@ -154,7 +161,8 @@ class Attention(WritingAttention):
         """[heads + kv heads, head_dim]: the weight of each head's norm."""
         self.norm_eps = norm_eps or 0.0
         if norm_eps is not None:
-            self.qk_norm = parameters.empty(self.heads + self.kv_heads, head_dim)
+            self.qk_norm = parameters.empty(self.heads + self.kv_heads, head_dim).fill_(1)
+        if self.qk_norm is not None and norm_weights:
             of_queries, of_keys = torch.split(self.qk_norm, [self.heads, self.kv_heads])
             for name, part in (("q_norm", of_queries), ("k_norm", of_keys)):
                 parameters.add(

@@ -31,7 +31,7 @@ class CacheSpec:
 
     @property
     def window(self) -> int | None:
-        """A token sees this many positions, the last of them its own; None: all."""
+        """A token sees at most so many positions, the last of them its own; None: all."""
         return None
 
     def within(self, context: int) -> CacheSpec:
@@ -102,6 +102,17 @@ class SlidingWindow(CacheSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkedWindow(SlidingWindow):
+    """Keys and values of chunks: a token sees the positions from the last multiple of `size` on, the last of
+    them its own."""
+
+    kind: ClassVar[str] = "chunked"
+
+    def sees(self, position: int, page_size: int) -> int:
+        return position // self.size * self.size // page_size
+
+
+@dataclass(frozen=True, slots=True)
 class State(CacheSpec):
     """What a recurrent layer remembers of all tokens so far: float32 tensors whose size does not depend on
     them.
@@ -154,8 +165,12 @@ STATE_ITEMSIZE = 4
 """Bytes of a number in a state."""
 
 
-def attention_cache(window: int | None, heads: int = 1, head_dim: int = 1) -> CacheSpec:
-    """Declaration of a layer with so many KV heads. `window`: None: it sees all."""
+def attention_cache(
+    window: int | None, heads: int = 1, head_dim: int = 1, *, chunk: int | None = None
+) -> CacheSpec:
+    """Declaration of a layer with so many KV heads. `window` and `chunk`: None: it sees all."""
+    if chunk is not None:
+        return ChunkedWindow(chunk, heads=heads, head_dim=head_dim)
     if window is None:
         return Full(heads=heads, head_dim=head_dim)
     return SlidingWindow(window, heads=heads, head_dim=head_dim)

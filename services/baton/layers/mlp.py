@@ -1,4 +1,4 @@
-"""The gated feed-forward layer: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202."""
+"""Feed-forward layers, gated (Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202) and not."""
 
 from __future__ import annotations
 
@@ -14,8 +14,37 @@ from baton.layers.tensor_parallel import times
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 """By their names in config.json."""
+
+
+class Mlp:
+    """down(activation(up(x)))"""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        hidden: int,
+        inner: int,
+        activation: str,
+        *,
+        bias: bool = False,
+        reduce: bool = True,
+    ) -> None:
+        """`reduce`: see GatedMlp. Raises KeyError for an activation that is not in ACTIVATIONS."""
+        self._activation = ACTIVATIONS[activation]
+        own = parameters.shard.split(inner, "inner values of a feed-forward layer")
+        self.up = parameters.linear({"up_proj": inner}, hidden, bias, rows={"up_proj": [own]})
+        self.down = parameters.linear({"down_proj": hidden}, inner, bias, columns=own, reduce=reduce)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        return self.down(self._activation(self.up(x)))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the same; `residual` may be overwritten."""
+        return self.down.add_to(residual, self._activation(self.up(x)))
 
 
 class GatedMlp:

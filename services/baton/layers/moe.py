@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.linear import Linear
-from baton.layers.mlp import ACTIVATIONS, GatedMlp
+from baton.layers.mlp import ACTIVATIONS, GatedMlp, Mlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod
@@ -122,13 +122,15 @@ class ExpertMatrix:
     group: int = 0
 
 
-ExpertTensorNames = tuple[str, str, str]
-"""Tensor names of an expert's gate, up and down projections in the checkpoint."""
+ExpertTensorNames = tuple[str, ...]
+"""Tensor names of an expert's projections in the checkpoint: gate, up and down, or without a gate up and
+down."""
 PROJECTIONS: ExpertTensorNames = ("gate_proj", "up_proj", "down_proj")
 
 
 class Experts:
-    """The experts of one layer: down(activation(gate(x)) * up(x)) each."""
+    """The experts of one layer: down(activation(gate(x)) * up(x)) each, or without a gate
+    down(activation(up(x)))."""
 
     def __init__(
         self,
@@ -140,9 +142,11 @@ class Experts:
         projections: ExpertTensorNames | None = PROJECTIONS,
         bias: bool = False,
         activation: str | ClampedSwiglu = "silu",
+        scale_inputs: bool = False,
     ) -> None:
         """`projections` None: the checkpoint has all experts in one tensor, transposed, gate and up
-        interleaved, as gpt-oss has."""
+        interleaved, as gpt-oss has. `scale_inputs`: what an expert sees is multiplied by its weight, not what
+        it gives."""
         self.hidden = hidden
         self.total, self.first = count, 0
         """Experts of all ranks; the first one of this rank."""
@@ -158,7 +162,9 @@ class Experts:
         """Inner values of each expert on this rank."""
         self.communicator = parameters.communicator
         """With several ranks what comes out is this rank's part of a sum."""
-        self.activation = activation
+        self.activation, self.scale_inputs = activation, scale_inputs
+        self.gated = projections is None or len(projections) == 3
+        inputs = 1 + self.gated
         self.quantized: list[tuple[Linear, Linear]] | None = None
         """Each expert's gate_up and down where they stay quantized; the tensors below are then empty."""
         self.merged: tuple[QuantizedWeight, QuantizedWeight] | None = None
@@ -170,16 +176,17 @@ class Experts:
             if parameters.plan.on_gpu:
                 device = parameters.device
                 self.merged = (
-                    QuantizedWeight(method, count * 2 * own[1], hidden, device, stacked=True),
+                    QuantizedWeight(method, count * inputs * own[1], hidden, device, stacked=True),
                     QuantizedWeight(method, count * hidden, own[1], device, stacked=True),
                 )
             self.quantized = [
                 self._expert(parameters, expert, hidden, projections, inner, own) for expert in range(count)
             ]
             count = 0
-        self.gate_up = parameters.empty(count, 2 * self.inner, hidden)
+        self.gate_up = parameters.empty(count, inputs * self.inner, hidden)
+        """Without a gate: up alone."""
         self.down = parameters.empty(count, hidden, self.inner)
-        self.gate_up_bias = parameters.empty(count, 2 * self.inner) if bias else None
+        self.gate_up_bias = parameters.empty(count, inputs * self.inner) if bias else None
         self.down_bias = parameters.empty(count, hidden) if bias else None
         if projections is None:
             self._declare_merged(parameters, inner, own)
@@ -199,13 +206,14 @@ class Experts:
         own: IndexRange,
     ) -> tuple[Linear, Linear]:
         """One that stays quantized. `inner`: of all ranks; `own`: the part of this one."""
-        parameters, (gate, up, down) = parameters.under(str(self.first + expert)), projections
+        parameters, (*ups, down) = parameters.under(str(self.first + expert)), projections
         into: tuple[QuantizedWeight | None, QuantizedWeight | None] = None, None
         if self.merged is not None:
             first, second = self.merged
-            into = first.rows(expert * 2 * own[1], 2 * own[1]), second.rows(expert * hidden, hidden)
-        rows = {gate: [own], up: [own]}
-        gate_up = parameters.linear({gate: inner, up: inner}, hidden, rows=rows, memory=into[0])
+            height = len(ups) * own[1]
+            into = first.rows(expert * height, height), second.rows(expert * hidden, hidden)
+        rows, parts = {name: [own] for name in ups}, dict.fromkeys(ups, inner)
+        gate_up = parameters.linear(parts, hidden, rows=rows, memory=into[0])
         out = parameters.linear({down: hidden}, inner, columns=own, reduce=False, memory=into[1])
         return gate_up, out
 
@@ -225,20 +233,18 @@ class Experts:
         self, parameters: Parameters, expert: int, projections: ExpertTensorNames, inner: int, own: IndexRange
     ) -> None:
         """`inner`: of all ranks; `own`: the part of this one."""
-        parameters, (gate, up, down) = parameters.under(str(self.first + expert)), projections
+        parameters, (*ups, down) = parameters.under(str(self.first + expert)), projections
         hidden, rows = self.down.shape[1], parameters.shard.cut(0, own)
         inners, columns = torch.Size([inner, hidden]), parameters.shard.cut(1, own)
+        parts = torch.split(self.gate_up[expert], self.inner)
         for name, target, shape, cut in (
-            (gate, self.gate_up[expert, : self.inner], inners, rows),
-            (up, self.gate_up[expert, self.inner :], inners, rows),
+            *((name, part, inners, rows) for name, part in zip(ups, parts, strict=True)),
             (down, self.down[expert], torch.Size([hidden, inner]), columns),
         ):
             convert = parameters.plan.rounding(None)
             parameters.add(f"{name}.weight", target, shape=shape, convert=convert, cut=cut)
         if self.gate_up_bias is not None and self.down_bias is not None:
-            for name, bias in zip(
-                (gate, up), torch.split(self.gate_up_bias[expert], self.inner), strict=True
-            ):
+            for name, bias in zip(ups, torch.split(self.gate_up_bias[expert], self.inner), strict=True):
                 parameters.add(f"{name}.bias", bias, shape=inners[:1], fill="zeros", cut=rows)
             parameters.add(f"{down}.bias", self.down_bias[expert], fill="zeros")
 
@@ -285,8 +291,8 @@ class Experts:
         for expert, size in enumerate(sizes[self.first : self.first + self.count]):
             if size:
                 rows = tokens[start : start + size]
-                out = self._one(expert, x[rows])
-                total.index_add_(0, rows, out * weights.view(-1, 1)[order[start : start + size]])
+                own = weights.view(-1, 1)[order[start : start + size]]
+                total.index_add_(0, rows, self._weighted(expert, x[rows], own))
                 start += size
         return total
 
@@ -297,19 +303,29 @@ class Experts:
         table = table.scatter_(1, experts, weights)[:, self.first : self.first + self.count]
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.count):
-            total.addcmul_(self._one(expert, x).float(), table[:, expert, None])
+            total.add_(self._weighted(expert, x, table[:, expert, None]))
         return total
+
+    def _weighted(self, expert: int, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden], weights float32 [tokens, 1] -> float32 [tokens, hidden]"""
+        if self.scale_inputs:
+            return self._one(expert, (x * weights).to(x.dtype)).float()
+        return self._one(expert, x) * weights
 
     def _one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         if self.quantized is not None:
             gate_up, down = self.quantized[expert]
-            return down(self._inner(*gate_up(x).chunk(2, -1)))
+            return down(self._inner(gate_up(x)))
         bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
-        gate, up = F.linear(x, self.gate_up[expert], bias).chunk(2, -1)
+        inner = self._inner(F.linear(x, self.gate_up[expert], bias))
         bias = None if self.down_bias is None else self.down_bias[expert]
-        return F.linear(self._inner(gate, up), self.down[expert], bias)
+        return F.linear(inner, self.down[expert], bias)
 
-    def _inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def _inner(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not self.gated:
+            assert isinstance(self.activation, str)
+            return ACTIVATIONS[self.activation](gate_up)
+        gate, up = gate_up.chunk(2, -1)
         if isinstance(self.activation, str):
             return ACTIVATIONS[self.activation](gate) * up
         return self.activation(gate, up)
@@ -320,8 +336,8 @@ def _method(
 ) -> WeightMethod | None:
     """How expert 0 stays quantized, and so all; None: they do not. GPUs have no kernels for parts of blocks.
     `own`: of `inner`, on this rank."""
-    gate, up, down = (f"{parameters.prefix}0.{name}.weight" for name in projections)
-    method = parameters.plan.method_of([gate, up], hidden)
+    *ups, down = (f"{parameters.prefix}0.{name}.weight" for name in projections)
+    method = parameters.plan.method_of(ups, hidden)
     if method is None or parameters.plan.method_of([down], inner) is None:
         return None
     plan = parameters.plan
@@ -364,7 +380,7 @@ class Mixture:
         self,
         router: MoeGate,
         experts: Experts,
-        shared: GatedMlp | GatedExpert | None = None,
+        shared: GatedMlp | GatedExpert | Mlp | None = None,
         expert_norm: RmsNorm | None = None,
     ) -> None:
         """`shared`: made with `reduce` false; `expert_norm`: of what the experts see, not the router."""

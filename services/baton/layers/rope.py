@@ -97,6 +97,11 @@ def interleaved_axes(pairs: int, sections: Sequence[int]) -> torch.Tensor:
     return axes
 
 
+def no_rotation() -> Rope:
+    """For layers without positions: rotates the first two values of a head by nothing."""
+    return Rope(torch.zeros(1))
+
+
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the first values of each head of x [tokens, heads, head_dim], as many as cos and sin
     [tokens, 1, dim] have; the first half of `sin` is negative, so that it multiplies the swapped halves."""

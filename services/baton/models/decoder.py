@@ -129,11 +129,12 @@ class Decoder:
         norm_plus_one: bool = False,
         embedding_scale: float | None = None,
         logit_softcap: float | None = None,
+        logit_divisor: float = 1.0,
     ) -> None:
         """Declares embedding, final norm and head under the names that all families use.
 
-        `embedding_scale` multiplies the embeddings; logits become logit_softcap * tanh(logits /
-        logit_softcap). Layers that write no keys and values come last.
+        `embedding_scale` multiplies the embeddings; logits are divided by `logit_divisor` and become
+        logit_softcap * tanh(logits / logit_softcap). Layers that write no keys and values come last.
         """
         self.config = config
         self.layers = layers
@@ -143,7 +144,7 @@ class Decoder:
         self._embedding_scale = (
             torch.tensor(embedding_scale).to(self.dtype).item() if embedding_scale else None
         )
-        self._logit_softcap = logit_softcap
+        self._logit_softcap, self._logit_divisor = logit_softcap, logit_divisor
         self.vision: VisionTower | None = None
         self._writing = [layer for layer in layers if layer.attention.cache is not None]
         assert [layer.attention.index for layer in self._writing] == list(range(len(self._writing)))
@@ -297,6 +298,8 @@ class Decoder:
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """What this rank's head gave -> as `logits`, in the same dtype."""
+        if self._logit_divisor != 1:
+            logits = logits / self._logit_divisor
         if (cap := self._logit_softcap) is not None:
             logits = torch.tanh(logits / cap) * cap
         if self.communicator is None:

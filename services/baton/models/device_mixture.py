@@ -28,4 +28,12 @@ def kernels_know(mixture: Mixture) -> bool:
     aligned = experts.inner % 8 == 0 and experts.gate_up.shape[2] % 8 == 0
     known = experts.activation == "silu" or isinstance(experts.activation, ClampedSwiglu)
     alike = shared is None or (isinstance(shared, GatedMlp) and shared.activation == "silu")
-    return mixture.plain and sixteen and aligned and known and experts.computable and alike
+    return (
+        mixture.plain
+        and not experts.scale_inputs
+        and sixteen
+        and aligned
+        and known
+        and experts.computable
+        and alike
+    )

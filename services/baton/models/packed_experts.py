@@ -14,7 +14,11 @@ from baton.layers.tensor_parallel import NO_CUTS, Cuts, TensorSlice
 if TYPE_CHECKING:
     from baton.models.tensor_files import SafetensorsFile
 
-_PACKED = re.compile(r"(.*\.)(\w+\.experts)\.(gate_up_proj|down_proj)")
+_PACKED = re.compile(
+    r"(.*\.)(?:(\w+\.experts)\.|block_sparse_moe\.(?=\w+_linear))"
+    r"(gate_up_proj|input_linear\.weight|down_proj|output_linear\.weight)"
+)
+"""The names in transformers, and Granite's."""
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -30,8 +34,8 @@ class PackedExperts:
         self.path, self._file = file.path, file
         self._mixtral = model_type == "mixtral"
         self._turned: set[str] = set()
-        """Tensors whose matrices are stored as [in, out]: Qwen3-VL's, but where transformers 5 has saved
-        them."""
+        """Tensors whose matrices are stored as [in, out]: Llama 4's, and Qwen3-VL's but where transformers 5
+        has saved them."""
         self._of: dict[str, tuple[str, int, slice]] = {}
         """Name of an expert's matrix -> the tensor that holds it, number of the expert, rows."""
         self._shapes: dict[str, list[int]] = {}
@@ -42,14 +46,17 @@ class PackedExperts:
                 own = re.sub(r"\.mlp\.gate\.", ".block_sparse_moe.gate.", name) if self._mixtral else name
                 self._shapes[own], self._stored[own] = shape, name
                 continue
-            parts = ("gate_proj", "up_proj") if match[3] == "gate_up_proj" else ("down_proj",)
+            inner_first = match[3] in ("gate_up_proj", "input_linear.weight")
+            parts = ("gate_proj", "up_proj") if inner_first else ("down_proj",)
             count, outputs, columns = shape
-            inputs_first = outputs == hidden if len(parts) == 2 else columns == hidden
-            if model_type == "qwen3_vl_moe" and inputs_first and outputs != columns:
+            inputs_first = outputs == hidden if inner_first else columns == hidden
+            told = model_type == "qwen3_vl_moe" and inputs_first and outputs != columns
+            if told or model_type in ("llama4", "llama4_text"):
                 self._turned.add(name)
                 outputs, columns = columns, outputs
             rows = outputs // len(parts)
-            base = f"{match[1]}{'block_sparse_moe.experts' if self._mixtral else match[2]}"
+            inside = None if self._mixtral else match[2]
+            base = f"{match[1]}{inside or 'block_sparse_moe.experts'}"
             for at, part in enumerate(parts):
                 kind = _MIXTRAL[part] if self._mixtral else part
                 for expert in range(count):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from baton.models.decoder import Decoder
 
 FAMILIES: dict[str, str] = {
+    "BambaForCausalLM": "bamba",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma3ForCausalLM": "gemma3",
@@ -19,11 +20,14 @@ FAMILIES: dict[str, str] = {
     "Gemma4UnifiedForCausalLM": "gemma4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "GraniteMoeHybridForCausalLM": "granite_moe_hybrid",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2",
+    "Llama4ForCausalLM": "llama4",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "NemotronHForCausalLM": "nemotron_h",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
