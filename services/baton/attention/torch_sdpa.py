@@ -375,7 +375,9 @@ class TorchAttention:
             window = None
         if window not in chunk.masks:
             chunk.masks[window] = None
-            size = self._options[0].chunk
+            size, first = self._options[0].chunk, chunk.row.first
+            if size is not None and (chunk.end - 1 + first) // size * size <= first:
+                size = None
             if window is not None or size is not None or chunk.pages is not None:
                 device, count = self._pool.device, chunk.tokens.stop - chunk.tokens.start
                 positions = torch.arange(chunk.end - count, chunk.end, device=device)[:, None]
@@ -384,7 +386,6 @@ class TorchAttention:
                 if window is not None:
                     hidden |= keys <= positions - window
                 if size is not None:
-                    first = chunk.row.first
                     hidden |= keys < (positions + first) // size * size - first
                 mask = torch.zeros(count, chunk.end, dtype=dtype, device=device)
                 chunk.masks[window] = mask.masked_fill_(hidden, -torch.inf)
