@@ -90,16 +90,18 @@ class Mamba2(RecurrentModule):
         decay = self._by_group(-self.decay * step, shape.heads).squeeze(-1)
         step = self._by_group(step, shape.heads)
         scan = mamba_step if x.shape[3] == 1 else mamba_chunks
-        out, after = scan(q, k, x * step, decay, state.unflatten(1, (shape.groups, -1)))
+        by_group = state.view(len(state), shape.groups, -1, shape.state_dim, shape.head_dim)
+        out, after = scan(q, k, x * step, decay, by_group)
         out = out + self.skip.view(shape.groups, -1, 1, 1) * x
         out = out.flatten(1, 2).transpose(1, 2).flatten(2) * F.silu(gate.float())
-        out = F.rms_norm(out.unflatten(2, (shape.groups, -1)), (shape.inner // shape.groups,), None, self.eps)
+        own = shape.inner // shape.groups
+        out = F.rms_norm(out.reshape(*out.shape[:2], -1, own), (own,), None, self.eps)
         return out.flatten(2).to(projected.dtype) * self.norm, (after.flatten(1, 2), window)
 
     def _by_group(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """[rows, tokens, heads * dim] -> [rows, groups, heads of a group, tokens, dim]"""
         groups = self.shape.groups
-        return x.unflatten(2, (groups, heads // groups, -1)).permute(0, 2, 3, 1, 4)
+        return x.reshape(*x.shape[:2], groups, heads // groups, -1).permute(0, 2, 3, 1, 4)
 
 
 def mamba_step(
@@ -123,8 +125,8 @@ def mamba_chunks(
         # Tokens of zeros change nothing: neither decay nor update.
         q, k, v = (F.pad(part, (0, 0, 0, spare)) for part in (q, k, v))
         decay = F.pad(decay, (0, spare))
-    q, k, v = (part.unflatten(3, (chunks, size)) for part in (q, k, v))
-    passed = decay.unflatten(3, (chunks, size)).cumsum(-1)
+    q, k, v = (part.reshape(*part.shape[:3], chunks, size, -1) for part in (q, k, v))
+    passed = decay.reshape(*decay.shape[:3], chunks, size).cumsum(-1)
     between = (passed.unsqueeze(-1) - passed.unsqueeze(-2)).tril().exp().tril()
     own = (q @ k.transpose(-1, -2) * between) @ v
     last = passed[..., -1:]

@@ -18,7 +18,8 @@ from baton.layers.kernels.moe_gate import score
 from baton.layers.kernels.moe_grouped_gemm import GroupedTile
 from baton.layers.kernels.quantize import Quantized, quantize
 from baton.layers.kernels.rmsnorm import rmsnorm
-from baton.layers.moe import GatedExpert, Mixture
+from baton.layers.mlp import GatedMlp
+from baton.layers.moe import Mixture
 
 FEW_TOKENS = 4
 """So many rarely share an expert: each reads its own."""
@@ -56,7 +57,7 @@ INVARIANT = Sizes(64, GroupedTile(64, 64, 4, 4), GroupedTile(128, 64, 4, 4))
 class FusedMixture:
     def __init__(self, mixture: Mixture, invariant: bool = False) -> None:
         shared = mixture.shared
-        assert not isinstance(shared, GatedExpert)
+        assert shared is None or isinstance(shared, GatedMlp)
         self._router, self._experts, self._shared = mixture.router, mixture.experts, shared
         self._top_k = mixture.router.routing.top_k
         self._invariant = invariant
