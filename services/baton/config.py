@@ -185,6 +185,14 @@ class WorkerConfig(NodeConfig):
     compute it. Empty: none. Needs --host-memory."""
     disk_size: str = "50G"
     """Size of these files together; the least recently used make room."""
+    kv_events: str = ""
+    """Where to publish what the caches hold, in vLLM's format for KV events (ZeroMQ, msgpack), for routers of
+    others: tcp://127.0.0.1:5557, tcp://*:5557 or ipc://PATH; port 0: a free one. Whoever can connect reads
+    the tokens of prompts and answers. Empty: nowhere. Needs the extra `kv-events`."""
+    kv_events_replay: str = ""
+    """Where those who have missed KV events ask for them again, likewise; empty: nowhere."""
+    kv_events_topic: str = ""
+    """What each message of KV events begins with."""
     eviction: Literal["lru", "lfu", "fifo", "mru"] = "lru"
     """Which cached pages make room for others: lru (those least recently used), lfu, fifo or mru."""
     policy: Literal["fcfs", "lpm", "priority"] = "fcfs"

@@ -62,15 +62,15 @@ class LogMachine(TreeMachine):
 
     @rule(limit=st.sampled_from([2, 1000]))
     def observe(self, limit: int) -> None:
-        self.log.clear()
+        self.forget()
         self.events = TreeEvents(limit)
         self.tree.observe(self.events)
 
     @rule()
     def forget(self) -> None:
         self.log.clear()
+        self.tree.observe(None, self.events)
         self.events = None
-        self.tree.observe(None)
 
     @rule(told=st.booleans())
     def ask(self, told: bool) -> None:
@@ -211,6 +211,29 @@ def test_events_that_nobody_takes_do_not_pile_up():
     for page in range(50):
         tree.insert([page] * PAGE, [(page,)])
     assert events.overflown and events.take() is None
+
+
+def test_a_tree_larger_than_what_may_wait_is_followed_by_several():
+    """Also one that comes later, or another's in its place."""
+    tree, first = PrefixTree(PAGE), TreeEvents(limit=10)
+    tree.observe(first)
+    for page in range(50):
+        tree.insert([page] * PAGE, [(page,)])
+    assert first.overflown
+    again, other = TreeEvents(limit=10), TreeEvents(limit=10)
+    tree.observe(again, first)
+    tree.observe(other)
+    tree.insert([99] * PAGE, [(99,)])
+    views = []
+    for events in (again, other):
+        log = TreeLog(PAGE)
+        assert not events.overflown
+        drain(events, log)
+        views.append(set(log.since(None).stored))
+    assert views[0] == views[1] and len(views[0]) == 51
+    for page in range(100, 200):
+        tree.insert([page] * PAGE, [(page,)])
+    assert again.overflown and other.overflown
 
 
 class TestView:

@@ -136,9 +136,9 @@ class KvCacheManager:
         hold."""
         return content_digest(self.page_size, *self._tree.path_key(holding.node))
 
-    def observe(self, observer: TreeObserver | None) -> None:
+    def observe(self, observer: TreeObserver | None, before: TreeObserver | None = None) -> None:
         """See PrefixTree.observe."""
-        self._tree.observe(observer)
+        self._tree.observe(observer, before)
 
     def lacking(self, holding: BlockTable, rows: int) -> int:
         """Pages that `extend` to `rows` page indexes would take."""

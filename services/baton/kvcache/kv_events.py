@@ -105,9 +105,12 @@ class TreeEvents:
     """A tree's observer: keeps events until `take`, which another thread may call."""
 
     def __init__(self, limit: int = MAX_EVENTS) -> None:
+        """limit: events that wait at most, beside those of what was present at first: else a large tree
+        could never be followed."""
         self.overflown = False
         """Events were dropped, because they were not taken in time."""
         self._limit = limit
+        self._most = sys.maxsize
         self._waiting: deque[Stored | Removed] = deque()
 
     def stored(self, after: int | None, namespace: str, key: bytes, rows: Sequence[int]) -> None:
@@ -116,8 +119,11 @@ class TreeEvents:
     def removed(self, rows: Sequence[int]) -> None:
         self._put(Removed(tuple(rows)))
 
+    def all_reported(self) -> None:
+        self._most = len(self._waiting) + self._limit
+
     def _put(self, event: Stored | Removed) -> None:
-        if self.overflown or len(self._waiting) >= self._limit:
+        if self.overflown or len(self._waiting) >= self._most:
             self.overflown = True
             self._waiting.clear()
         else:
@@ -145,6 +151,31 @@ class TreeChanges:
     host_removed: tuple[int, ...] = ()
 
 
+class RowDigests:
+    """Digests of a tree's rows, by the rows' ids."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.held: dict[int, bytes] = {}
+
+    def stored(self, event: Stored) -> list[bytes]:
+        """Those of its rows."""
+        after = event.after
+        last = root_digest(self.page_size, event.namespace) if after is None else self.held[after]
+        stride = len(event.key) // len(event.rows)
+        found = []
+        for index, row in enumerate(event.rows):
+            key = without_seal(event.key[index * stride : (index + 1) * stride], self.page_size)
+            last = next_digest(last, key)
+            self.held[row] = last
+            found.append(last)
+        return found
+
+    def removed(self, event: Removed) -> list[bytes]:
+        """Those that its rows had."""
+        return [self.held.pop(row) for row in event.rows]
+
+
 class TreeLog:
     """What a worker's trees hold, by digest, after each of their changes, and the last of these. One change
     is one page index that came to a tier or went; that a window group has given its page up is no change."""
@@ -153,41 +184,29 @@ class TreeLog:
         self.page_size = page_size
         self.sequence = 0
         """Number of the last change. Never falls, also by `clear`."""
-        self._held: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
-        """Of each tier, by the row's id."""
+        self._digests = (RowDigests(page_size), RowDigests(page_size))
+        """Of each tier."""
         self._log: deque[tuple[int, int, bool]] = deque(maxlen=limit)
         """Tier, digest, and whether it came."""
 
     def apply(self, event: Stored | Removed, tier: int = POOL) -> None:
-        held = self._held[tier]
-        if isinstance(event, Stored):
-            last = root_digest(self.page_size, event.namespace) if event.after is None else held[event.after]
-            stride = len(event.key) // len(event.rows)
-            for index, row in enumerate(event.rows):
-                key = without_seal(event.key[index * stride : (index + 1) * stride], self.page_size)
-                last = next_digest(last, key)
-                held[row] = last
-                self._note(tier, last, came=True)
-        else:
-            for row in event.rows:
-                self._note(tier, held.pop(row), came=False)
-
-    def _note(self, tier: int, digest: bytes, came: bool) -> None:
-        self.sequence += 1
-        self._log.append((tier, as_number(digest), came))
+        known, came = self._digests[tier], isinstance(event, Stored)
+        digests = known.stored(event) if isinstance(event, Stored) else known.removed(event)
+        self.sequence += len(digests)
+        self._log.extend((tier, as_number(digest), came) for digest in digests)
 
     def clear(self) -> None:
         """All is reported again. Watchers get a snapshot."""
         self.sequence += 1
-        for held in self._held:
-            held.clear()
+        for tier in self._digests:
+            tier.held.clear()
         self._log.clear()
 
     def since(self, sequence: int | None) -> TreeChanges:
         """All changes after this one, or a snapshot where they are not remembered. None: from nothing."""
         behind = self.sequence - sequence if sequence is not None else -1
         if sequence is None or not 0 <= behind <= len(self._log):
-            pool, host = (tuple(map(as_number, held.values())) for held in self._held)
+            pool, host = (tuple(map(as_number, tier.held.values())) for tier in self._digests)
             return TreeChanges(0, self.sequence, pool, snapshot=True, host_stored=host)
         # What came and went, or went and came back, is no change: the last word on each digest counts where
         # it differs from what there was before, which is the opposite of the first word.

@@ -32,6 +32,9 @@ class TreeObserver(Protocol):
     def removed(self, rows: Sequence[int]) -> None:
         """These rows have gone. Called like `stored`."""
 
+    def all_reported(self) -> None:
+        """All rows that were present have been told; what follows is new."""
+
 
 class PrefixTree:
     """Keys are a namespace and token ids (0 <= id < 2**32, or placeholders of images), values whole pages of
@@ -67,7 +70,7 @@ class PrefixTree:
         """Pages of a row that live as long as the row."""
         self._root = TreeNode(None, ("", b""), b"", 0, [], [])
         self._ids = counter()
-        self._observer: TreeObserver | None = None
+        self._observers: list[TreeObserver] = []
         self.version = 0
         """Counts changes of which pages are held."""
         self.cached = 0
@@ -221,8 +224,8 @@ class PrefixTree:
         if fresh:
             rest = key[len(found) * self._stride :]
             ids = [next(self._ids) for _ in fresh]
-            if self._observer is not None:
-                self._observer.stored(node.ids[-1] if node.ids else None, namespace, rest, ids)
+            for observer in self._observers:
+                observer.stored(node.ids[-1] if node.ids else None, namespace, rest, ids)
             node = self._append(node, namespace, rest, fresh, ids)
             taken += [page for row in fresh for page in row if page != NO_PAGE]
             self._now += len(fresh)
@@ -254,8 +257,9 @@ class PrefixTree:
             evicted += self._windows.evict_ends(count - len(evicted))
         self.cached -= len(evicted)
         self.version += bool(evicted)
-        if removed and self._observer is not None:
-            self._observer.removed(removed)
+        if removed:
+            for observer in self._observers:
+                observer.removed(removed)
         return evicted
 
     def leaving(self, pages: int) -> Iterator[TreeNode]:
@@ -293,9 +297,9 @@ class PrefixTree:
             each.withdrawn = True
             self._enqueue(each)
             self._windows.touched(each)
-        if self._observer is not None:
-            self._observer.removed([row for each in top.subtree() for row in each.ids])
-            _report(self._observer, top)
+        for observer in self._observers:
+            observer.removed([row for each in top.subtree() for row in each.ids])
+            _report(observer, top)
 
     def withdraw_prefix(self, first: bytes, namespace: str) -> None:
         """As `withdraw`, for all that begins with a page of these tokens, 4 bytes each."""
@@ -303,12 +307,15 @@ class PrefixTree:
         if node is not None:
             self.withdraw(node)
 
-    def observe(self, observer: TreeObserver | None) -> None:
-        """Sets the observer. It is called for all rows present, parents first, and then for each change.
-        None: removes the observer."""
-        self._observer = observer
+    def observe(self, observer: TreeObserver | None, before: TreeObserver | None = None) -> None:
+        """`observer` is called for all rows present, parents first, and then for each change; None: nobody.
+        `before`, whose place it takes, is called no more."""
+        if before is not None:
+            self._observers.remove(before)
         if observer is not None:
+            self._observers.append(observer)
             _report(observer, self._root)
+            observer.all_reported()
 
     @property
     def locked(self) -> int:

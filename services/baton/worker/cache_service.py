@@ -105,12 +105,12 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         self._observe({})
 
     def _observe(self, events: dict[int, TreeEvents]) -> None:
-        self._events = events
+        before, self._events = self._events, events
 
         def observe(cache: KvCacheManager) -> None:
-            cache.observe(events.get(POOL))
+            cache.observe(events.get(POOL), before.get(POOL))
             if cache.tier is not None:
-                cache.tier.cache.observe(events.get(HOST))
+                cache.tier.cache.observe(events.get(HOST), before.get(HOST))
 
         self._node.steps.call(lambda core, now: observe(core.scheduler.cache))
 

@@ -34,6 +34,7 @@ from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.embedder import Embedder
 from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, step_limits
+from baton.worker.kv_event_publisher import KvEventPublisher, check_kv_events
 from baton.worker.lease_stream import LeaseStream
 from baton.worker.load import add_grammars, add_sharing, add_step_cost, page_map_message, snapshot
 from baton.worker.memory import keep_freed_memory
@@ -93,6 +94,7 @@ class WorkerNode(WorkerShell[C]):
         self._page_source: _LatePageSource | None = None
         self._stopping = threading.Event()
         self._registration: Registration | None = None
+        self._kv_events: KvEventPublisher | None = None
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -100,6 +102,9 @@ class WorkerNode(WorkerShell[C]):
         """Loads the model and starts the step thread. Raises BatonError."""
         self.loop = asyncio.get_running_loop()
         self._address = address
+        if self.config.kv_events:
+            check_kv_events(self.config)
+            self._kv_events = KvEventPublisher(self.config)
         self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self._stopping)
         self.config, self.model_info = self.engine.config, self.engine.model_info
         self.device = self.engine.device.type
@@ -127,6 +132,11 @@ class WorkerNode(WorkerShell[C]):
         )
         if self.engine.host_memory is not None:
             self.engine.host_memory.start(self._in_steps, lambda: calibration.cost)
+        if self._kv_events is not None:
+            caches = {"GPU": self.engine.cache}
+            if self.engine.host_memory is not None:
+                caches["CPU"] = self.engine.host_memory.tier.cache
+            self._kv_events.start(caches, self._in_steps)
         # Other processes do not slow a GPU's steps at the start, and a node that shares the GPU would wait.
         self._idle_steps: IdleSteps | None = None
         if self.engine.device.type == "cpu":
@@ -170,6 +180,8 @@ class WorkerNode(WorkerShell[C]):
     async def stop(self) -> None:
         self._stopping.set()
         self._cache_service.close()
+        if self._kv_events is not None:
+            await asyncio.to_thread(self._kv_events.close)
         self._borrowers.close(unavailable("the node is stopping", "STOPPING"))
         await self.sources.close()
         if self._registration is not None:
