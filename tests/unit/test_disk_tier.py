@@ -15,6 +15,7 @@ from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree, page_file
 from baton.kvcache.disk_tier import DiskTier
 from baton.kvcache.host_tier import HostTier
 from baton.kvcache.kv_groups import FULL
+from baton.kvcache.page_keys import placeholder
 from baton.rpc.errors import BatonError
 from baton.worker.page_directory import PageDirectory
 
@@ -27,9 +28,11 @@ WAIT_SECONDS = 10.0
 class Node:
     """A host tier with a disk, whose calls are made when the test waits for them."""
 
-    def __init__(self, path: Path, size: int = 2**20, pages: int = 32, layout: bytes = LAYOUT) -> None:
-        cache = KvCacheManager(PageAllocator(pages), PrefixTree(SIZE, groups=(FULL,)))
-        first = KvCacheManager(PageAllocator(pages), PrefixTree(SIZE, groups=(FULL,)))
+    def __init__(
+        self, path: Path, size: int = 2**20, pages: int = 32, layout: bytes = LAYOUT, images: bool = False
+    ) -> None:
+        cache = KvCacheManager(PageAllocator(pages), PrefixTree(SIZE, groups=(FULL,), images=images))
+        first = KvCacheManager(PageAllocator(pages), PrefixTree(SIZE, groups=(FULL,), images=images))
         self.memory = memoryview(bytearray(pages * PAGE_BYTES))
         self.host = HostTier(first, cache, self)
         self.files = PageDirectory(path, size, self.page)
@@ -294,3 +297,19 @@ def test_unfinished_files_of_processes_that_are_gone_are_removed(node, tmp_path:
     os.utime(part, (1, 1))
     assert node().get() == 6
     assert young.exists() and not part.exists()
+
+
+def test_pages_of_images_are_found_by_the_images(node):
+    """Also where page borders cut them; what differs in one image's digest is another file."""
+    for before in range(SIZE + 1):
+        one, other = (
+            [*range(before), *(placeholder(bytes(31) + bytes([last]), i) for i in range(9)), 5, 6, 7, 8, 9]
+            for last in (1, 2)
+        )
+        whole = len(one) // SIZE
+        one, other = one[: whole * SIZE], other[: whole * SIZE]
+        node(f"disk {before}", images=True).put(one)
+        again = node(f"disk {before}", images=True)
+        assert again.get(other) == before // SIZE
+        assert again.get(one) == whole
+        assert again.get([*one[: before + 9], *range(50, 50 + len(one) - before - 9)]) == (before + 9) // SIZE

@@ -10,6 +10,7 @@ import pytest
 from baton.kvcache import KvCacheManager, KvGroup, PageAllocator, PrefixTree
 from baton.kvcache.host_tier import HostTier, keep_what_returns
 from baton.kvcache.kv_groups import FULL, NO_PAGE
+from baton.kvcache.page_keys import placeholder
 from baton.layers.cache_spec import State, attention_cache
 
 SIZE = 4
@@ -20,17 +21,20 @@ FULL_AND_STATE = (FULL, KvGroup(State(shapes=((2,),))))
 class Pools:
     """Two pools whose pages hold the token prefix that they end, and a copier that copies when told to."""
 
-    def __init__(self, first: int, tier: int, groups: Sequence[KvGroup] = (FULL,)) -> None:
-        self.first = self._pool(first, groups, "lru")
-        self.lower = self._pool(tier, groups, keep_what_returns(tier // len(groups)))
+    def __init__(
+        self, first: int, tier: int, groups: Sequence[KvGroup] = (FULL,), images: bool = False
+    ) -> None:
+        self.first = self._pool(first, groups, "lru", images)
+        self.lower = self._pool(tier, groups, keep_what_returns(tier // len(groups)), images)
         self.content: dict[bool, list[object]] = {True: [None] * first, False: [None] * tier}
         """By `up` of the copies into the pool."""
         self.asked: list[tuple[int, list[tuple[int, int]], bool]] = []
         self.tier = HostTier(self.first, self.lower, self)
 
     @staticmethod
-    def _pool(pages: int, groups: Sequence[KvGroup], policy: object) -> KvCacheManager:
-        return KvCacheManager(PageAllocator(pages), PrefixTree(SIZE, policy, groups))  # type: ignore[arg-type]
+    def _pool(pages: int, groups: Sequence[KvGroup], policy: object, images: bool) -> KvCacheManager:
+        tree = PrefixTree(SIZE, policy, groups, images)  # type: ignore[arg-type]
+        return KvCacheManager(PageAllocator(pages), tree)
 
     def copy(self, number: int, pairs: Sequence[tuple[int, int]], up: bool) -> None:
         self.asked.append((number, list(pairs), up))
@@ -217,13 +221,15 @@ def test_a_scan_does_not_flush_what_was_used_again() -> None:
 def test_no_sequence_ever_finds_anothers_pages(seed: int) -> None:
     rng = random.Random(seed)
     groups = rng.choice([(FULL,), FULL_AND_WINDOW, FULL_AND_STATE, (KvGroup(attention_cache(5)),)])
-    pools = Pools(rng.randrange(8, 20) * len(groups), rng.randrange(6, 40) * len(groups), groups)
-    known = [prompt(n, rng.randrange(1, 6)) for n in range(4)]
+    images = seed % 2 == 1  # they begin alike, and go on with tokens of images
+    pools = Pools(rng.randrange(8, 20) * len(groups), rng.randrange(6, 40) * len(groups), groups, images)
+    known = [prompt(0 if images else n, rng.randrange(1, 6)) for n in range(4)]
     for _ in range(150):
         what = rng.randrange(4)
         tokens = rng.choice(known)
         if what == 0 and len(tokens) < 6 * SIZE:
-            tokens = [*tokens, *(rng.randrange(5) for _ in range(SIZE))]
+            more = [rng.randrange(5) for _ in range(SIZE)]
+            tokens = [*tokens, *(placeholder(bytes(31) + bytes([n]), 7) if images else n for n in more)]
             known[rng.randrange(4)] = tokens
         if what < 2:
             pools.compute(tokens, rng.choice(["", "x"]))

@@ -7,7 +7,6 @@ is not exactly what was asked for is a miss. Pure, for one thread; `PageFiles` h
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,9 +50,9 @@ class FileJob:
     fingerprint: bytes
     namespace: str
     key: bytes
-    """Tokens, 4 bytes each."""
+    """Of whole pages, as `page_keys.page_key` has them."""
     stride: int
-    """Bytes of a page's tokens in it."""
+    """Bytes of a page in it."""
     page_bytes: int
     pages: list[FilePage]
     holding: BlockTable
@@ -111,7 +110,7 @@ class DiskTier:
         self._cache = host.cache
         self._fingerprint = fingerprint
         self._page_bytes = page_bytes
-        self._stride = host.cache.page_size * array("I").itemsize
+        self._stride = host.cache.row_bytes
         self._numbers = counter(1)
         self._running: dict[int, FileJob] = {}
         self._offered: OrderedDict[tuple[str, bytes], None] = OrderedDict()
@@ -183,7 +182,7 @@ class DiskTier:
         if rows > begin:
             job.read_rows = rows - begin
             self.counters.read_pages += sum(each.row < rows for each in job.pages)
-            cache.commit(job.holding, array("I", job.key[: rows * self._stride]), job.namespace)
+            cache.commit(job.holding, job.key[: rows * self._stride], job.namespace)
         cache.release(job.holding, 0)
         job.running = False
 

@@ -253,7 +253,7 @@ class HostTier:
             else:
                 self.counters.demoted_pages += pages
             if self.disk is not None and not copy.up:
-                self.disk.offer(copy.namespace, copy.key[: rows * 4 * self.cache.page_size])
+                self.disk.offer(copy.namespace, copy.key[: rows * self.cache.row_bytes])
         target.release(copy.holding, 0)
 
     def _unchanged(self, copy: TierCopy) -> int:

@@ -24,7 +24,7 @@ class PageNames:
     stands for the fingerprint, the namespace and all tokens up to the page's end."""
 
     def __init__(self, fingerprint: bytes, namespace: str, key: bytes, stride: int) -> None:
-        """`key`: tokens of whole pages, of `stride` bytes each."""
+        """`key`: of whole pages, of `stride` bytes each."""
         self._key, self._stride = key, stride
         self._known = [sha256(fingerprint + namespace.encode("utf-8", "surrogatepass")).digest()]
 
@@ -38,8 +38,8 @@ class PageNames:
 
 
 def header(fingerprint: bytes, namespace: str, key: bytes, group: int, page_bytes: int) -> bytes:
-    """`fingerprint`: 32 bytes, of model, layout and dtypes. `key`: all tokens up to the page's end, 4 bytes
-    each."""
+    """`fingerprint`: 32 bytes, of model, layout and dtypes. `key`: of all pages up to this one's end, as
+    `page_keys.page_key` has them."""
     name = namespace.encode("utf-8", "surrogatepass")
     fixed = _FIXED.pack(_MAGIC, _VERSION, group, page_bytes, fingerprint, len(name), len(key))
     return fixed + name + key
