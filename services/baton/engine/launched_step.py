@@ -84,6 +84,8 @@ class LaunchedStep:
     """Prompt log-probabilities, by the row's place in the plan."""
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
     """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    """RowResult.hidden of every row, by its place in the plan; of drafts as if all were right."""
     masks: Masks | None = None
     """Masks of its rows with a grammar, whose matchers learn their tokens when it is read."""
     late: PendingSampling | None = None

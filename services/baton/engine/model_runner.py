@@ -41,7 +41,7 @@ from baton.engine.step_graphs import (
 from baton.engine.step_sampling import StepSampling, pool_states
 from baton.kvcache.kv_pool import PagePool
 from baton.layers.async_copy import Upload, to_device, to_host
-from baton.layers.batch import Batch, LayerCache
+from baton.layers.batch import Batch, HiddenTap, LayerCache
 from baton.models.body import make_body
 from baton.models.decoder import Decoder, LanguageModel
 
@@ -64,16 +64,19 @@ class ModelRunner:
         batch_invariant: bool = False,
         draft_tokens: int = 0,
         progress: Progress | None = None,
+        tap: tuple[int, ...] = (),
     ) -> None:
         """`kernels`: layers write into the pool, and tokens are sampled, by Hopper's kernels; only then there
         are `graphs`, and `batch_invariant`: matrix products in an order that does not depend on the batch;
         together with batch-invariant attention, a sequence's tokens depend on the sequence alone.
         `context_length`: positions that will be used; 0: the model's. `token_budget`: no step has more
-        tokens; `draft_tokens`: no row has more drafts. `progress` is called as graphs are captured. Raises
+        tokens; `draft_tokens`: no row has more drafts. `tap`: results have these hidden states, see
+        `HiddenTap.layers`; not with kernels. `progress` is called as graphs are captured. Raises
         ValueError for a pool without a spare page where rows may pad a batch, and for a model that cannot be
         computed invariantly."""
         if kernels and len(pool.raw) == pool.num_pages:
             raise ValueError("the pool needs a spare page for rows that pad a batch")
+        self._tap = tap
         self.max_slots = max_slots
         self.vocab_size = model.config.vocab_size
         self._model, self._pool, self._device = model, pool, pool.device
@@ -181,7 +184,11 @@ class ModelRunner:
     @torch.inference_mode()
     def read(self, launched: LaunchedStep) -> StepResult:
         """Waits for the step and returns its tokens."""
-        return StepResult(launched.number, self._sampling.read(launched))
+        rows = self._sampling.read(launched)
+        for i, hidden in launched.hidden.items():
+            row, result = launched.rows[i], rows[i]
+            result.hidden = hidden[: len(result.tokens)] if row.tokens is None else hidden
+        return StepResult(launched.number, rows)
 
     @torch.inference_mode()
     def hidden_states(self, row: PlanRow) -> torch.Tensor:
@@ -405,7 +412,13 @@ class ModelRunner:
     def _eager(self, batch: Batch, host: HostBatch, every: bool, launched: LaunchedStep) -> torch.Tensor:
         """Returns the logits [wanted tokens, vocab] of a step of any size. `every`: also computes prompt
         log-probabilities and what is pooled, into `launched`."""
+        if self._tap:
+            batch.tap = HiddenTap(self._tap)
         hidden = self._forward(batch)
+        if batch.tap is not None:
+            tapped = torch.cat(batch.tap.found, -1)
+            parts = torch.split(tapped, [row.count for row in host.rows])
+            launched.hidden = dict(zip(host.order, parts, strict=True))
         if every:
             leads = self._sampler is not None
             for i, row, start in zip(host.order, host.rows, host.starts.tolist(), strict=False):

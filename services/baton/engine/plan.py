@@ -26,6 +26,8 @@ from baton.grammar.base import CompiledGrammar
 from baton.step_cost import StepLoad, chunk_pairs
 
 if TYPE_CHECKING:
+    import torch
+
     from baton.engine.images import ImageSpan
 
 Vector = npt.NDArray[np.float32]
@@ -172,6 +174,9 @@ class RowResult:
     empty: of none."""
     pooled: Vector | None = None
     """float32 [hidden], where PlanRow.pooling is set."""
+    hidden: torch.Tensor | None = None
+    """[tokens, values], of a runner that a drafter reads hidden states from: of each token whose keys and
+    values the row has made final."""
 
     def sampled(self) -> list[tuple[int, Logprobs | None]]:
         """Each token with its log-probabilities."""

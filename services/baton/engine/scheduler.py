@@ -278,6 +278,12 @@ class Scheduler(SchedulerState):
                 sequence.retired = record.end
                 self.record(sequence.request, EventKind.CHUNK_ENDED, 0, step.plan.number)
                 self._commit_chunk(record, row)
+            if (
+                row.hidden is not None
+                and self.drafts is not None
+                and sequence.phase is not SequencePhase.ENDED
+            ):
+                self.drafts.observe(sequence, row.hidden)
 
     def _commit_decode(self, record: Record, row: RowResult) -> None:
         """Takes back what the row counted for drafts that were wrong."""

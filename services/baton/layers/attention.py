@@ -127,12 +127,14 @@ class Attention(WritingAttention):
         gated: bool = False,
         interleaved: bool = False,
         norm_weights: bool = True,
+        inputs: int = 0,
     ) -> None:
         """`norm_eps`: queries and keys of each head are normalized; `merged`: the checkpoint's name for
         queries, keys and values in one tensor; `values` false: they are not projected, and whoever calls
         `split` and `write` adds them; `gated`: what comes out is multiplied by the sigmoid of a gate, which
         q_proj has behind each head's queries; `interleaved`: the checkpoint's rotation pairs neighbours;
-        `norm_weights` false: the norms of heads have none."""
+        `norm_weights` false: the norms of heads have none; `inputs`: values of a token that are projected,
+        0: `hidden`."""
         shard = parameters.shard
         own, own_kv = shard.split(heads, "attention heads"), shard.kv_heads(kv_heads)
         self.index, self.rope, self.head_dim = index, rope, head_dim
@@ -155,7 +157,7 @@ class Attention(WritingAttention):
             convert = {"q_proj": partial(_gates_first, head_dim)}
         if merged:
             rows = {merged: [queries, times(own_kv, head_dim, q), times(own_kv, head_dim, q + kv)]}
-        self.input = parameters.linear(parts, hidden, qkv_bias, convert, rows=rows)
+        self.input = parameters.linear(parts, inputs or hidden, qkv_bias, convert, rows=rows)
         self.output = parameters.linear({"o_proj": hidden}, q, output_bias, columns=queries)
         self.qk_norm: torch.Tensor | None = None
         """[heads + kv heads, head_dim]: the weight of each head's norm."""

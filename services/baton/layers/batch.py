@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -53,6 +54,26 @@ class StepAttention(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class HiddenTap:
+    """Hidden states that a forward pass leaves for whoever wants them beside the final ones."""
+
+    layers: tuple[int, ...]
+    """Before which layers, ascending: 0 means the embeddings, the number of layers what the last one has
+    made. FINAL: the normalized states that the head gets."""
+    found: list[torch.Tensor] = field(default_factory=list)
+    """Of each of `layers`, [tokens, hidden]."""
+
+    def take(self, layer: int, hidden: torch.Tensor) -> None:
+        """Keeps them if they are wanted; `hidden` may be overwritten afterwards."""
+        if layer in self.layers:
+            self.found.append(hidden.clone())
+
+
+FINAL = sys.maxsize
+"""In `HiddenTap.layers`."""
+
+
 class LayerCache(NamedTuple):
     """Where a layer's own kernels write keys and values, on the device."""
 
@@ -101,6 +122,7 @@ class Batch:
     with `caches`."""
     embeddings: InputEmbeddings | None = None
     """Not with `caches`."""
+    tap: HiddenTap | None = None
     _rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:

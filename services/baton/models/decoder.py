@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.attention import Attention, AttentionModule, AttentionOptions
-from baton.layers.batch import Batch
+from baton.layers.batch import FINAL, Batch
 from baton.layers.cache_spec import CacheSpec
 from baton.layers.linear import Linear, Transposed, WeightLayout, fastest_layout, fastest_product
 from baton.layers.mla import MlaAttention
@@ -261,16 +261,22 @@ class Decoder:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """-> final normalized hidden states [tokens, hidden]"""
-        hidden, inputs = self.embed(batch.tokens), batch.embeddings
+        hidden, inputs, tap = self.embed(batch.tokens), batch.embeddings, batch.tap
         added: list[torch.Tensor] = []
         if inputs is not None:
             rows, *added = inputs.rows.unbind(0)
             hidden = hidden.index_copy(0, inputs.at, rows)
         for index, layer in enumerate(self.layers):
+            if tap is not None:
+                tap.take(index, hidden)
             hidden = layer(hidden, batch)
             if inputs is not None and index < len(added):
                 hidden = hidden.index_add(0, inputs.at, added[index])
-        return self.norm(hidden)
+        final = self.norm(hidden)
+        if tap is not None:
+            tap.take(len(self.layers), hidden)
+            tap.take(FINAL, final)
+        return final
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeds tokens, on all ranks together: [tokens] -> [tokens, hidden]."""

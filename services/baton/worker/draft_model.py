@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from baton.checkpoint_limits import read_json
 from baton.config import DecodeConfig, WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
 from baton.engine.draft.base import Drafter
+from baton.engine.draft.heads import HeadDrafter
 from baton.engine.draft.model import ModelDrafter
-from baton.kvcache.kv_pool import PagePool, default_page_size
+from baton.kvcache.kv_pool import PagePool, PoolLayout, default_page_size
 from baton.layers.cache_spec import State
 from baton.model_path import resolve
 from baton.models.config import ModelConfig, read_config
-from baton.models.decoder import LanguageModel
+from baton.models.decoder import Decoder, LanguageModel
+from baton.models.eagle3 import Eagle3Head, is_eagle3, load_eagle3
 from baton.models.loader import cache_specs
 from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
@@ -27,7 +32,7 @@ KV_BYTES = 2**30
 """Of keys and values of drafts, at most, if one whole context takes no more."""
 
 
-def check_draft(config: WorkerConfig) -> None:
+def check_draft(config: WorkerConfig, device: torch.device) -> None:
     """Before anything is loaded. Raises CheckpointError and BatonError."""
     if not config.draft_model:
         return
@@ -35,11 +40,24 @@ def check_draft(config: WorkerConfig) -> None:
         raise failed_precondition("--draft with a model does not work with --tp; leave one of them out")
     if config.step_profile:
         raise failed_precondition("steps of --step-profile compute nothing: leave out --draft")
-    _read_draft(config, read_config(resolve(config.model), implementation=config.model_impl))
+    target = read_config(resolve(config.model), implementation=config.model_impl)
+    path = resolve(config.draft_model)
+    if not is_eagle3(_raw(path)):
+        _read_draft(config, path, target)
+    elif device.type != "cpu":
+        raise failed_precondition(f"--draft {config.draft_model}: EAGLE-3 heads draft on a CPU only")
+    elif target.implementation != "baton":
+        text = f"EAGLE-3 heads need a model of Baton's own families, not {target.architecture}"
+        raise failed_precondition(f"--draft {config.draft_model}: {text}")
 
 
-def _read_draft(config: WorkerConfig, target: ModelConfig) -> ModelConfig:
-    found = read_config(resolve(config.draft_model), implementation=config.model_impl)
+def _raw(path: Path) -> dict[str, Any]:
+    """config.json; empty: of a GGUF file."""
+    return {} if path.is_file() or not (path / "config.json").is_file() else read_json(path / "config.json")
+
+
+def _read_draft(config: WorkerConfig, path: Path, target: ModelConfig) -> ModelConfig:
+    found = read_config(path, implementation=config.model_impl)
     if found.vocab_size != target.vocab_size:
         raise failed_precondition(
             f"--draft {config.draft_model}: its vocabulary has {found.vocab_size} tokens, the model's "
@@ -55,24 +73,56 @@ def load_drafter(config: WorkerConfig, target: LanguageModel, device: torch.devi
     Blocks. Raises CheckpointError and BatonError."""
     if not isinstance(config, DecodeConfig) or not config.draft_model:
         return None
-    shape = _read_draft(config, target.config)
+    path = resolve(config.draft_model)
+    if is_eagle3(_raw(path)):
+        assert isinstance(target, Decoder)
+        return _head_drafter(config, load_eagle3(path, target), target, device)
+    return _model_drafter(config, path, target, device)
+
+
+def _model_drafter(
+    config: DecodeConfig, path: Path, target: LanguageModel, device: torch.device
+) -> ModelDrafter:
+    shape = _read_draft(config, path, target.config)
     context = min(config.context_length or shape.context_length, shape.context_length)
     own = replace(config, model=config.draft_model, draft="off", context_length=context, kv_dtype="auto")
-    model = load(own, resolve(own.model), target.dtype, device)
-    size = config.page_size or default_page_size(device)
-    layout = kv_layout(model, size, context)
-    one, groups = layout.pages(-(-context // size)), len(layout.groups)
-    pages = max(one, min(own.max_rows * one, KV_BYTES // layout.page_bytes))
-    pool = PagePool(layout, pages, device, spare=1)
+    model = load(own, path, target.dtype, device)
+    layout = kv_layout(model, config.page_size or default_page_size(device), context)
+    pool = _pool(own, layout, context, device)
     (prefill, _), (decode, _) = attention_of(own, model, device)
     made = make_runner(own, model, pool, prefill, decode, context)
-    runner = made if device.type != "cpu" else TunedRunner(made, groups=groups)
-    _log.info("draft model ready", model=own.model, pages=pages, page_size=size)
+    groups = len(layout.groups)
     return ModelDrafter(
-        runner,
-        pages=pages,
-        page_size=size,
+        made if device.type != "cpu" else TunedRunner(made, groups=groups),
+        pages=pool.num_pages,
+        page_size=layout.page_size,
         groups=groups,
         context_length=context,
         token_budget=own.token_budget,
     )
+
+
+def _head_drafter(
+    config: DecodeConfig, head: Eagle3Head, target: Decoder, device: torch.device
+) -> HeadDrafter:
+    context = target.config.used_length
+    specs = [spec.within(context) for spec in head.caches]
+    layout = PoolLayout.of(specs, config.page_size or default_page_size(device), target.dtype)
+    pool = _pool(config, layout, context, device)
+    (prefill, _), (decode, _) = attention_of(config, head, device)
+    return HeadDrafter(
+        head,
+        pool,
+        (prefill, decode),
+        max_slots=config.max_rows,
+        vocab_size=target.config.vocab_size,
+        context_length=context,
+        token_budget=config.token_budget,
+    )
+
+
+def _pool(config: WorkerConfig, layout: PoolLayout, context: int, device: torch.device) -> PagePool:
+    one = layout.pages(-(-context // layout.page_size))
+    pages = max(one, min(config.max_rows * one, KV_BYTES // layout.page_bytes))
+    _log.info("drafts by a model", model=config.draft_model or config.model, pages=pages)
+    return PagePool(layout, pages, device, spare=1)

@@ -192,6 +192,7 @@ def _build_ranked(
     name = model_fingerprint(config, path, model, device)
     ranks.loaded(name)
     drafter = load_drafter(config, model, device)
+    tap = drafter.tap if drafter is not None else ()
     shape = model.config
     size = config.page_size or default_page_size(device, model.caches, model.dtype.itemsize)
     context = min(config.context_length or shape.context_length, shape.context_length)
@@ -201,7 +202,7 @@ def _build_ranked(
     seen = context
 
     def computing(pool: PagePool, segment: str | None = None) -> Runner[Any]:
-        make = partial(_computing, config, model, pool, (prefill, decode), seen)
+        make = partial(_computing, config, model, pool, (prefill, decode), seen, tap)
         runner = ranks.lead(make, MakePool(pool.num_pages, size, seen, segment))
         return runner if device.type != "cpu" else _tuned(runner, len(pool.layout.groups))
 
@@ -292,10 +293,11 @@ def _computing(
     pool: PagePool,
     attention: tuple[type[AttentionBackend], type[AttentionBackend]],
     context: int,
+    tap: tuple[int, ...],
 ) -> Runner[Any]:
-    """attention: for prompts, for decode rows."""
+    """attention: for prompts, for decode rows; tap: hidden states for a drafter."""
     try:
-        return make_runner(config, model, pool, *attention, context)
+        return make_runner(config, model, pool, *attention, context, tap)
     except ValueError as error:
         raise failed_precondition(f"--batch-invariant does not work here: {error}") from error
 

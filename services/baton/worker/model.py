@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -16,7 +17,8 @@ from baton.attention.registry import resolve as resolve_attention
 from baton.config import WorkerConfig
 from baton.gguf_file import close_opened
 from baton.kvcache.kv_pool import PoolLayout, default_page_size
-from baton.layers.cache_spec import State
+from baton.layers.attention import AttentionOptions
+from baton.layers.cache_spec import CacheSpec, State
 from baton.layers.tensor_parallel import ONE_RANK, Communicator, IndexRange, Shard
 from baton.model_path import resolve
 from baton.models.config import read_config
@@ -44,8 +46,21 @@ KV_DTYPES = ("auto", "fp8_e4m3")
 PROGRESS_SECONDS = 1.0
 
 
+class Attending(Protocol):
+    """A model, or a drafter's head."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def attention_options(self) -> Sequence[AttentionOptions]: ...
+
+    @property
+    def caches(self) -> Sequence[CacheSpec]: ...
+
+
 def attention_of(
-    config: WorkerConfig, model: LanguageModel, device: torch.device
+    config: WorkerConfig, model: Attending, device: torch.device
 ) -> tuple[tuple[type[AttentionBackend], str], tuple[type[AttentionBackend], str]]:
     """For prompts and for decode rows, each with the reason for its choice. Raises NoBackend."""
     features = frozenset[str]().union(*(options.features for options in model.attention_options))

@@ -26,6 +26,7 @@ def make_runner(
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
     context_length: int,
+    tap: tuple[int, ...] = (),
 ) -> ModelRunner:
     """With kernels and CUDA graphs where the model and device allow it. All ranks are given the same, so that
     they capture the same graphs. Raises ValueError if `config.batch_invariant` is set and the
@@ -44,6 +45,7 @@ def make_runner(
             prefill_attention=prefill,
             decode_attention=decode,
             draft_tokens=config.most_drafts,
+            tap=tap,
         )
     if not config.batch_invariant and (reason := why_not_fused(model)) is not None:
         _log.info("the layers run as modules, in CUDA graphs", reason=reason)

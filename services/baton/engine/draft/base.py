@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
+
 from baton.engine.request import Sequence as TokenSequence
 
 
@@ -14,10 +16,16 @@ class Drafter(ABC):
 
     computes = False
     """Whether a guess takes a noticeable part of a step's time."""
+    tap: tuple[int, ...] = ()
+    """Hidden states that `observe` wants: see `layers.batch.HiddenTap.layers`."""
 
     def prepare(self, wanted: Sequence[tuple[TokenSequence, int]]) -> None:  # noqa: B027
         """Called before the `draft`s of a step, with the sequences that will be asked for and the most tokens
         of each: a drafter that computes does so for all at once. The others do nothing."""
+
+    def observe(self, sequence: TokenSequence, start: int, hidden: torch.Tensor) -> None:  # noqa: B027
+        """Called for a drafter that reads the model's hidden states, with those [tokens, values] of the
+        sequence's tokens from `start` on. They have been computed for good."""
 
     @abstractmethod
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:

@@ -7,8 +7,9 @@ sequence has lost is computed again if it is still wanted: drafts are guesses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from baton.engine.plan import SlotInit
 from baton.engine.request import Sequence as TokenSequence
 from baton.kvcache.page_allocator import PageAllocator
 
@@ -49,14 +50,13 @@ class DraftKvSlots:
         self._kept: dict[DraftKv, None] = {}
         """Those with a slot, the one that was not used for longest first."""
 
-    def take(self, sequence: TokenSequence, tokens: int, step: int) -> DraftKv | None:
-        """What is kept of the sequence, with pages for so many of its tokens; None: there is no room beside
-        what else this step uses."""
-        kv = sequence.drafting
-        if not isinstance(kv, DraftKv) or kv.slot < 0:
+    def take(self, kv: DraftKv | None, tokens: int, step: int) -> DraftKv | None:
+        """What is kept of a sequence (`kv`, as long as it has a slot, else anew), with pages for so many
+        tokens; None: there is no room beside what else this step uses."""
+        if kv is None or kv.slot < 0:
             if not self._free and not self._make_room(step):
                 return None
-            kv = sequence.drafting = DraftKv(self._free.pop())
+            kv = DraftKv(self._free.pop())
         self._kept.pop(kv, None)
         self._kept[kv] = None
         kv.used, kv.guess = step, []
@@ -83,3 +83,11 @@ class DraftKvSlots:
             return False
         self.drop(oldest)
         return True
+
+
+def slot_init(slot: int, sequence: TokenSequence) -> SlotInit:
+    """As the sequence's own, but without what only its answer needs. The grammar is not known here."""
+    request = sequence.request
+    params = replace(request.params, logprobs=None, prompt_logprobs=None, grammar=None)
+    prompt = request.prompt if params.penalized else ()
+    return SlotInit(slot, params, sequence.seed, prompt, tuple(sequence.tokens[len(request.prompt) :]))

@@ -8,11 +8,10 @@ token: where the two models' probabilities are alike, so are their tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from baton.engine.draft.base import Drafter
-from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
+from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots, slot_init
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan
 from baton.engine.request import Sequence as TokenSequence
 
@@ -49,9 +48,13 @@ class ModelDrafter(Drafter):
         for sequence, most in wanted:
             tokens = sequence.tokens
             most = min(most, self._context - len(tokens))
-            kv = self._slots.take(sequence, len(tokens) + most - 1, self._step) if most > 0 < budget else None
+            if most < 1 or not budget:
+                continue
+            kept = sequence.drafting if isinstance(sequence.drafting, DraftKv) else None
+            kv = self._slots.take(kept, len(tokens) + most - 1, self._step)
             if kv is None:
                 continue
+            sequence.drafting = kv
             start = min(kv.agree(tokens), len(tokens) - 1)
             chunk = tokens[start : start + budget]
             budget -= len(chunk)
@@ -59,7 +62,7 @@ class ModelDrafter(Drafter):
             caught_up = start + len(chunk) == len(tokens)
             rows.append(PlanRow(kv.slot, chunk, start, kv.tables, (kv.slot,) if caught_up else ()))
             if caught_up:
-                inits.append(_slot_init(kv.slot, sequence))
+                inits.append(slot_init(kv.slot, sequence))
                 going.append((kv, len(tokens), most))
         if rows:
             self._draft(rows, inits, going)
@@ -95,11 +98,3 @@ class ModelDrafter(Drafter):
         self._launched += 1
         plan = StepPlan(self._launched, tuple(rows), tuple(inits))
         return plan, self._runner.launch(plan)
-
-
-def _slot_init(slot: int, sequence: TokenSequence) -> SlotInit:
-    """As the sequence's own, but without what only its answer needs. The grammar is not known here."""
-    request = sequence.request
-    params = replace(request.params, logprobs=None, prompt_logprobs=None, grammar=None)
-    prompt = request.prompt if params.penalized else ()
-    return SlotInit(slot, params, sequence.seed, prompt, tuple(sequence.tokens[len(request.prompt) :]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.length import DraftKind, DraftLengths, graph_tokens
 from baton.engine.plan import PlanRow
@@ -97,6 +99,10 @@ class DraftPlanner:
         self._extend(sequence, -(-(end + len(drafts)) // self._page_size))
         drafts = drafts[: len(sequence.holding) * self._page_size - end]
         return drafts if len(drafts) > sequence.drafted else ()
+
+    def observe(self, sequence: TokenSequence, hidden: torch.Tensor) -> None:
+        """The hidden states of the last tokens that have retired."""
+        self._drafter.observe(sequence, sequence.retired - len(hidden), hidden)
 
     def verified(self, sequence: TokenSequence, kind: DraftKind, count: int, right: int) -> None:
         """Of `count` drafts of the sequence the first `right` were right."""

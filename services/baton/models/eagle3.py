@@ -1,0 +1,240 @@
+"""EAGLE-3 heads: Li et al., arXiv:2503.01840. A decoder layer, or a few, that guesses the token after the
+next from hidden states of three layers of a model and the next token.
+
+Checkpoints are those of SafeAILab and SpecForge (LlamaForCausalLMEagle3), or of speculators
+(speculators_model_type).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from baton.checkpoint_limits import read_json
+from baton.layers.attention import Attention, AttentionOptions
+from baton.layers.batch import Batch
+from baton.layers.cache_spec import CacheSpec
+from baton.layers.linear import fastest_layout
+from baton.layers.mlp import GatedMlp
+from baton.layers.norm import RmsNorm
+from baton.layers.parameters import Parameters
+from baton.models.config import ModelConfig, ModelError, make_rope
+from baton.models.decoder import Decoder, DecoderLayer
+from baton.models.llama import feed_forward, llama_attention
+from baton.models.loader import read_weights
+from baton.models.tensor_files import tensor_files
+
+UNKNOWN = ("fc_norm", "norm_output", "use_mtp_layernorm", "parallel_drafting")
+"""Variants, by their names in config.json, that are not computed here."""
+
+
+def is_eagle3(raw: dict[str, Any]) -> bool:
+    """Whether this config.json is that of such a head."""
+    named = any("Eagle3" in name for name in raw.get("architectures") or [])
+    return raw.get("speculators_model_type") == "eagle3" or named or "draft_vocab_size" in raw
+
+
+class Eagle3Layer:
+    """The first layer: attends with what the embeddings and the hidden states, normalized, are together."""
+
+    def __init__(self, config: ModelConfig, own: Parameters, attention: Attention, before: bool) -> None:
+        """`before`: the hidden states are normalized before they are kept as the residual."""
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RmsNorm(own, "input_layernorm", hidden, eps)
+        self.hidden_norm = RmsNorm(own, "hidden_norm", hidden, eps)
+        self.attention = attention
+        self.post_norm = RmsNorm(own, "post_attention_layernorm", hidden, eps)
+        self.feed_forward: GatedMlp = feed_forward(config, own, 0)
+        self._before = before
+
+    def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """[tokens, hidden] each -> [tokens, hidden]; `hidden` may be overwritten."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat((self.input_norm(embedded), normed), -1)
+        hidden = self.attention.add_to(normed if self._before else hidden, both, batch)
+        return self.feed_forward.add_to(hidden, self.post_norm(hidden))
+
+
+class Eagle3Head:
+    """Implements `engine.draft.heads.DraftHead`."""
+
+    def __init__(self, raw: dict[str, Any], names: set[str], target: Decoder) -> None:
+        """`raw`: its config.json; `names`: of its tensors, as `TensorFile.shapes` has them.
+        Raises ModelError for what is not supported."""
+        hf = _layer_config(raw)
+        heads = hf.num_attention_heads
+        self.config = config = replace(
+            target.config,
+            architecture="LlamaForCausalLMEagle3",
+            hidden_size=hf.hidden_size,
+            num_layers=hf.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
+            head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+            rms_norm_eps=hf.rms_norm_eps,
+            hf=hf,
+        )
+        for name in UNKNOWN:
+            if raw.get(name):
+                raise ModelError(f"EAGLE-3 heads with {name} are not supported")
+        self.tap = _tap(raw, target.config.num_layers)
+        self.parameters = parameters = Parameters(target.dtype, target.device)
+        size, eps, rope = config.hidden_size, config.rms_norm_eps, make_rope(config)
+        inputs = len(self.tap) * target.config.hidden_size
+        before_fc = bool(raw.get("norm_before_fc"))
+        self.input_norm = RmsNorm(parameters, "input_norm", inputs, eps) if before_fc else None
+        self.fc = parameters.linear({"fc": size}, inputs, any(n == "fc.bias" for n in names))
+        first = "midlayer" if any(name.startswith("midlayer.") for name in names) else "model.layers.0"
+        bias = bool(getattr(hf, "attention_bias", False))
+        norms = hf.model_type == "qwen3"
+        attention = Attention(
+            parameters.under(f"{first}.self_attn"),
+            0,
+            size,
+            heads,
+            config.num_kv_heads,
+            config.head_dim,
+            rope,
+            inputs=2 * size,
+            qkv_bias=bias,
+            output_bias=bias,
+            norm_eps=eps if norms else None,
+        )
+        self.first = Eagle3Layer(
+            config, parameters.under(first), attention, bool(raw.get("norm_before_residual"))
+        )
+        self.others = []
+        for index in range(1, config.num_layers):
+            own = parameters.under(f"model.layers.{index}")
+            self.others.append(
+                DecoderLayer(
+                    RmsNorm(own, "input_layernorm", size, eps),
+                    llama_attention(
+                        config, own.under("self_attn"), index, rope, options=AttentionOptions(), norms=norms
+                    ),
+                    RmsNorm(own, "post_attention_layernorm", size, eps),
+                    feed_forward(config, own, index),
+                )
+            )
+        self.norm = RmsNorm(parameters, "model.norm", size, eps)
+        embedding = "model.embed_tokens.weight"
+        own_embedding = embedding in names
+        if not own_embedding and size != target.config.hidden_size:
+            raise ModelError(
+                "an EAGLE-3 head of another hidden size than the model's lacks embed_tokens.weight"
+            )
+        self.embedding = parameters.tensor(embedding, hf.vocab_size, size) if own_embedding else None
+        self._target = target
+        drafts = raw.get("draft_vocab_size") or hf.vocab_size
+        self.head = parameters.linear({"lm_head": drafts}, size)
+        self.tokens: torch.Tensor | None = None
+        """int64 [draft vocabulary]: ids in the model's vocabulary; None: they are the same."""
+        for name in ("d2t", "t2d", "verifier_"):
+            parameters.ignore(name)
+        self._rope = rope
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._target.dtype
+
+    @property
+    def heads(self) -> int:
+        return self.config.num_heads
+
+    @property
+    def attentions(self) -> Sequence[Attention]:
+        found = [self.first.attention, *(layer.attention for layer in self.others)]
+        return [each for each in found if isinstance(each, Attention)]
+
+    @property
+    def caches(self) -> list[CacheSpec]:
+        return [each.cache for each in self.attentions]
+
+    @property
+    def attention_options(self) -> list[AttentionOptions]:
+        return [each.options for each in self.attentions]
+
+    def prepare(self) -> None:
+        """Once its parameters are filled."""
+        self._rope.prepare(self.config.used_length, self._target.dtype, self._target.device)
+        for linear in self.parameters.linears:
+            if linear.weight is not None and self._target.device.type == "cpu":
+                linear.pack(fastest_layout(linear.weight))
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's states, [tokens, 3 of its hidden sizes] -> [tokens, hidden]"""
+        return self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
+
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Next tokens and hidden states before them -> hidden states at them, which take the place of the
+        model's for the draft after the next; `hidden` may be overwritten."""
+        if self.embedding is None:
+            embedded = self._target.embed(tokens)
+        else:
+            embedded = F.embedding(tokens, self.embedding)
+        hidden = self.first(embedded, hidden, batch)
+        for layer in self.others:
+            hidden = layer(hidden, batch)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """-> float32 [rows, the model's vocabulary]; -inf for tokens that it never drafts"""
+        own = self.head(self.norm(hidden)).float()
+        if self.tokens is None:
+            return own
+        whole = own.new_full((len(own), self._target.config.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self.tokens, own)
+
+
+def load_eagle3(path: Path, target: Decoder) -> Eagle3Head:
+    """Raises CheckpointError."""
+    names, shift = set[str](), None
+    for file in tensor_files(path):
+        names.update(file.shapes())
+        for _, _, found in file.read(["d2t"], ["d2t"]):
+            assert isinstance(found, torch.Tensor)
+            shift = found
+    head = Eagle3Head(read_json(path / "config.json"), names, target)
+    read_weights(path, head.parameters, lambda done, total: None)
+    size = head.parameters.table["lm_head.weight"].shape[0]
+    if shift is not None:
+        head.tokens = (torch.arange(size) + shift.long()).to(target.device)
+        if shift.shape != (size,) or head.tokens.min() < 0 or head.tokens.max() >= target.config.vocab_size:
+            raise ModelError(f"{path}: d2t does not map {size} drafts into the model's vocabulary")
+    elif size != target.config.vocab_size:
+        raise ModelError(f"{path} has {size} drafts and no d2t that says which tokens they are")
+    head.prepare()
+    return head
+
+
+def _layer_config(raw: dict[str, Any]) -> Any:
+    """transformers' configuration of the layers."""
+    from transformers import AutoConfig
+
+    own = dict(raw.get("transformer_layer_config") or raw)
+    kind = own.pop("model_type", "llama")
+    if kind not in ("llama", "qwen3"):
+        raise ModelError(f"EAGLE-3 heads with layers of {kind} are not supported, only of llama and qwen3")
+    if own.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act {own['hidden_act']!r} of EAGLE-3 heads is not supported, only 'silu'")
+    return AutoConfig.for_model(kind, **own)
+
+
+def _tap(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """Before which of the model's layers the head reads hidden states. A list of speculators' says that; one
+    in eagle_config names the layers behind which it reads. Raises ModelError."""
+    inner = raw.get("eagle_config") or {}
+    if not inner.get("use_aux_hidden_state", True):
+        raise ModelError("EAGLE-3 heads without hidden states of inner layers are not supported")
+    found = raw.get("eagle_aux_hidden_state_layer_ids")
+    if not found and (behind := inner.get("eagle_aux_hidden_state_layer_ids")):
+        found = [layer + 1 for layer in behind]
+    found = found or [2, layers // 2, layers - 3]
+    if any(not 0 <= layer <= layers for layer in found) or sorted(set(found)) != list(found):
+        raise ModelError(f"an EAGLE-3 head reads before layers {found}, of which the model does not have all")
+    return tuple(found)
