@@ -114,6 +114,8 @@ class HeadDrafter(Drafter):
         """Those with hidden states that have not been computed."""
 
     def observe(self, sequence: TokenSequence, start: int, hidden: torch.Tensor) -> None:
+        if sequence.phase is SequencePhase.ENDED:
+            return
         state = sequence.drafting
         if not isinstance(state, HeadState):
             state = sequence.drafting = HeadState(sequence)
