@@ -278,11 +278,7 @@ class Scheduler(SchedulerState):
                 sequence.retired = record.end
                 self.record(sequence.request, EventKind.CHUNK_ENDED, 0, step.plan.number)
                 self._commit_chunk(record, row)
-            if (
-                row.hidden is not None
-                and self.drafts is not None
-                and sequence.phase is not SequencePhase.ENDED
-            ):
+            if row.hidden is not None and self.drafts is not None:
                 self.drafts.observe(sequence, row.hidden)
 
     def _commit_decode(self, record: Record, row: RowResult) -> None:
