@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 
 import numpy as np
@@ -81,12 +82,20 @@ def test_images_change_places_and_names_within_a_page():
             [(one, 1), (one, 1), 5, 6, 7, 8, 9],
             [(two, 1), (two, 1), 5, 6, 7, 8, 9],
             [(one, 2), 5, 6, 7, 8, 9],
+            [(one, 1), 2**31, 6, 7, 8, 9, 10],
             [2**31, 2**31, 5, 6, 7, 8, 9],
             [0, 0, 5, 6, 7, 8, 9],
         ]
     ):
         assert engine.ask(with_images(key, parts)) == 0
     assert engine.ask(with_images("again", first)) == 4
+
+
+def test_images_of_one_token_are_known_by_their_places():
+    engine = SeeingEngine()
+    one, two = (digest(1), 1), (digest(2), 1)
+    for index, four in enumerate(itertools.product((one, two), repeat=4)):
+        assert engine.ask(with_images(index, [*four, 5])) == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])

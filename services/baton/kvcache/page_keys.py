@@ -28,7 +28,8 @@ def is_placeholder(token: int) -> bool:
 
 def page_key(tokens: Sequence[int], page_size: int, sealed: bool) -> bytes:
     """Of each whole page its tokens, as an array("I") has them. `sealed`: behind them 32 bytes, which are
-    zeros where the page has no placeholders, else the SHA-256 of the digests of its images, in order.
+    zeros where the page has no placeholders, else the SHA-256 of the digest of each of its tokens (of
+    text 0).
 
     Raises OverflowError for what is no token id, and for placeholders where nothing is sealed.
     """
@@ -52,10 +53,10 @@ def page_key(tokens: Sequence[int], page_size: int, sealed: bool) -> bytes:
 
 
 def _seal(page: Sequence[int]) -> bytes:
-    digests = dict.fromkeys(token >> 32 for token in page if is_placeholder(token))
-    if not digests:
+    digests = [token >> 32 for token in page]
+    if not any(digests):
         return _NO_IMAGES
-    return sha256(b"".join(each.to_bytes(DIGEST_BYTES + 1, "big") for each in digests)).digest()
+    return sha256(b"".join(digest.to_bytes(DIGEST_BYTES + 1, "big") for digest in digests)).digest()
 
 
 def without_seal(key: bytes, page_size: int) -> bytes:
