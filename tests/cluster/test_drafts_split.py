@@ -83,6 +83,10 @@ async def test_answers_are_those_without(drafting, expected):
         sum(getattr(load, name) for load in loads) for name in ("drafted_tokens", "accepted_drafts")
     )
     assert drafted > 500 and 0.3 * drafted < right < 0.95 * drafted
+    # Clients are told what nodes have counted, but where the gateway has ended a request by a stop string.
+    for name, total in (("drafted_tokens", drafted), ("accepted_drafts", right)):
+        assert 0.9 * total < sum(getattr(each.usage, name) for each in found) <= total
+    assert all(load.drafter == "oracle" and len(load.drafted_places) == 5 for load in loads)
 
 
 async def test_streams_of_a_killed_node_go_on(drafting, expected):

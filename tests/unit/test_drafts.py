@@ -18,7 +18,10 @@ from baton.engine.request import EngineFinishReason
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Refused
 from baton.engine.timed_runner import TimedRunner
+from baton.rpc.metrics import LoadCollector
 from baton.step_cost import StepCost
+from baton.v1 import node_pb2
+from baton.worker.load import snapshot
 
 
 def oracle(requests, right):
@@ -172,6 +175,22 @@ def test_rows_with_a_grammar_have_no_drafts_where_their_masks_come_late():
     check_outputs(engine, [plain, constrained])
     drafted = {row.slot for plan in engine.runner.steps for row in plan.rows if row.drafts}
     assert len(drafted) == 1
+
+
+def test_metrics_tell_drafts_by_drafter_and_place():
+    r = request("a", range(10), max_tokens=40)
+    engine = Engine(drafter=oracle([r], 0.7), draft_tokens=3)
+    engine.scheduler.submit(r)
+    engine.run()
+    load = snapshot(engine.scheduler, 0)
+    assert (r.drafted_tokens, r.accepted_drafts) == (load.drafted_tokens, load.accepted_drafts)
+    collector = LoadCollector("decode", lambda: load, node_pb2.NodeInfo)
+    drafts = next(each for each in collector.collect() if each.name == "baton_drafts")
+    counts = {(s.labels["place"], s.labels["outcome"]): s.value for s in drafts.samples}
+    assert {s.labels["drafter"] for s in drafts.samples} == {"oracle"}
+    right = [counts[str(place), "right"] for place in (1, 2, 3)]
+    assert sum(right) == load.accepted_drafts > 0 and right == sorted(right, reverse=True)
+    assert sum(counts.values()) == load.drafted_tokens > load.accepted_drafts
 
 
 def test_a_runner_that_only_takes_time_says_the_same_with_drafts():

@@ -194,6 +194,7 @@ class OpenAIAnswer(ABC):
         self._stop_token_ids = request.stop_token_ids or ()
         self._job = job
         self._output_tokens = self._cached_tokens = self._reasoning_tokens = self._resumed = 0
+        self._drafted_tokens = self._accepted_drafts = 0
 
     def add(self, index: int, delta: inference_pb2.Delta) -> None:
         """Takes new output of choice `index`, for `whole`."""
@@ -221,6 +222,8 @@ class OpenAIAnswer(ABC):
             self._output_tokens += usage.output_tokens
         self._cached_tokens += usage.cached_tokens
         self._reasoning_tokens += usage.reasoning_tokens
+        self._drafted_tokens += usage.drafted_tokens
+        self._accepted_drafts += usage.accepted_drafts
 
     def opening(self) -> list[Json]:
         """Chunks that a stream begins with, before it is known whether there will be output."""
@@ -263,13 +266,16 @@ class OpenAIAnswer(ABC):
         return self._logprobs[index]
 
     def _usage(self) -> Json:
+        own = {"resumed": self._resumed}
+        if self._drafted_tokens:
+            own |= {"drafted_tokens": self._drafted_tokens, "accepted_drafts": self._accepted_drafts}
         return {
             "prompt_tokens": self._job.prompt_tokens,
             "completion_tokens": self._output_tokens,
             "total_tokens": self._job.prompt_tokens + self._output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
-            "baton": {"resumed": self._resumed},
+            "baton": own,
         }
 
     @abstractmethod

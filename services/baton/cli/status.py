@@ -78,6 +78,9 @@ def _load(report: NodeReport) -> str:
         "pulls": load.pulls,
     }
     words = [f"{count} {word}" for word, count in counts.items() if count]
+    if load.drafter and sum(load.drafted_places[:1]):
+        length = 1 + load.accepted_drafts / load.drafted_places[0]
+        words.append(f"{length:.2f} tokens a row with drafts ({load.drafter})")
     if not words:
         words = [f"{load.requests} requests"] if load.requests else ["idle"]
     return ", ".join(["draining", *words] if load.draining else words)

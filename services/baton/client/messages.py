@@ -172,7 +172,12 @@ class Collector:
             self.ended = True
             usage = event.finished.usage
             self.completion.usage = Usage(
-                usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens
+                usage.prompt_tokens,
+                usage.output_tokens,
+                usage.cached_tokens,
+                usage.reasoning_tokens,
+                usage.drafted_tokens,
+                usage.accepted_drafts,
             )
             self.completion.stats = _stats(event.finished)
         elif kind == "failed":

@@ -201,6 +201,10 @@ class Usage:
     """Leading prompt tokens found in a prefix tree."""
     reasoning_tokens: int = 0
     """Output tokens before the answers."""
+    drafted_tokens: int = 0
+    """Guessed tokens that were verified (--draft)."""
+    accepted_drafts: int = 0
+    """Those of them that were right."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ def finished_event(
         output_tokens=stats.output_tokens,
         cached_tokens=stats.cached_tokens,
         reasoning_tokens=sum(choice.reasoning_tokens for choice in log.choices),
+        drafted_tokens=stats.drafted_tokens,
+        accepted_drafts=stats.accepted_drafts,
     )
     return inference_pb2.Finished(
         usage=usage,

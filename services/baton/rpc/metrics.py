@@ -147,6 +147,7 @@ class LoadCollector(Collector):
             for reason, count in sorted(getattr(load, name).items()):
                 reasons.add_metric([self._role, reason], float(count))
             yield reasons
+        yield from self._drafts(load)
         problems = GaugeMetricFamily(
             "baton_problems", "What is wrong, by reason; 1 each.", labels=["role", "reason"]
         )
@@ -161,6 +162,17 @@ class LoadCollector(Collector):
             for field in node_pb2.PageCounts.DESCRIPTOR.fields:
                 pages.add_metric([self._role, field.name], float(getattr(counts, field.name)))
             yield pages
+
+    def _drafts(self, load: node_pb2.Load) -> Iterator[Metric]:
+        labels = ["role", "drafter", "place", "outcome"]
+        text = "Guessed tokens that have been verified, by their place behind a row's last token."
+        drafts = CounterMetricFamily("baton_drafts", text, labels=labels)
+        for place, (drafted, right) in enumerate(
+            zip(load.drafted_places, load.accepted_places, strict=True), 1
+        ):
+            for outcome, count in (("right", right), ("wrong", drafted - right)):
+                drafts.add_metric([self._role, load.drafter, str(place), outcome], float(count))
+        yield drafts
 
     def _ranks(self, load: node_pb2.Load, ranks: Sequence[node_pb2.Rank]) -> Iterator[Metric]:
         """Nothing but the names where there is one rank."""

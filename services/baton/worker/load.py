@@ -51,6 +51,9 @@ def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
     if scheduler.drafts is not None:
         load.drafted_tokens = sum(scheduler.drafts.drafted)
         load.accepted_drafts = sum(scheduler.drafts.accepted)
+        load.drafter = scheduler.drafts.name
+        load.drafted_places.extend(scheduler.drafts.drafted)
+        load.accepted_places.extend(scheduler.drafts.accepted)
     if scheduler.cache.tier is not None:
         add_tier(load, scheduler.cache.tier)
     return load

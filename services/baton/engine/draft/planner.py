@@ -27,6 +27,7 @@ class DraftPlanner:
     ) -> None:
         """`extend(sequence, rows)`: gives the sequence so many page indexes, if there are pages."""
         self.lengths = DraftLengths(graph_tokens if config.draft_padding else None, drafter.computes)
+        self.name = type(drafter).__name__.removesuffix("Drafter").lower()
         self.drafted = [0] * config.draft_tokens
         """Drafts that have been verified, by their place in the row."""
         self.accepted = [0] * config.draft_tokens

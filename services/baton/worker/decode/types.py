@@ -120,6 +120,8 @@ class DecodeRequest:
             prefill_address=self.address,
             retractions=self.request.retractions,
             handoff_retries=self.retries,
+            drafted_tokens=self.request.drafted_tokens,
+            accepted_drafts=self.request.accepted_drafts,
             **{f"{phase}_us": max(0, int(1e6 * seconds)) for phase, seconds in self.spent.items()},
         )
 
