@@ -47,6 +47,7 @@ MODELS = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
         320,
+        ("--tp", "2"),
     ),
     "granite4": (
         GraniteMoeHybridConfig,
@@ -61,10 +62,12 @@ MODELS = {
             "attention_multiplier": 0.1,
         },
         224,
+        (),
     ),
-    "lfm2": (Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, 208),
+    "lfm2": (Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, 208, ()),
 }
-"""Configuration, what it has beyond _ALL, tokens of a decode node's pool: so few that some are retracted."""
+"""Configuration, what it has beyond _ALL, tokens of a decode node's pool: so few that some are retracted;
+flags of the prefill node."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -75,7 +78,7 @@ def name(request):
 @pytest.fixture(scope="module")
 def model(name):
     torch.manual_seed(5)
-    make, options, _ = MODELS[name]
+    make, options, *_ = MODELS[name]
     return AutoModelForCausalLM.from_config(make(**{**_ALL, **options})).eval()
 
 
@@ -101,7 +104,7 @@ def pair(tmp_path_factory, deployments, name, model, expected):
         path,
         decode=2,
         worker=flags,
-        prefill_flags=("--kv-tokens", "4096", "--transports", "grpc,shm"),
+        prefill_flags=("--kv-tokens", "4096", "--transports", "grpc,shm", *MODELS[name][3]),
         decode_flags=(*decode, "--local-prefill-tokens", "2", "--draft", "suffix", "--draft-tokens", "5"),
     )
     lines = [json.dumps({"prompt": prompt_digest(prompt), "tokens": tokens}) for prompt, tokens in expected]

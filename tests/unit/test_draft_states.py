@@ -57,10 +57,10 @@ def test_an_update_that_stays_is_found(checkpoint, without, stays, monkeypatch):
     """Of a rejected draft, in the matrices of the delta rule, or in the convolution's window."""
     write = RecurrentModule._write
 
-    def wrong(self, run, tensors, after):
-        write(self, run, tensors, after)
+    def wrong(self, run, owned, after):
+        write(self, run, owned, after)
         if run.writes is None:
-            tensors[stays].index_copy_(0, run.reads, after[stays])
+            owned[stays][1][0].index_copy_(0, run.reads, after[stays])
 
     monkeypatch.setattr(RecurrentModule, "_write", wrong)
     assert outputs(checkpoint, oracle(without, 0.0), 3) != without

@@ -203,7 +203,7 @@ class ModelRunner:
         pool, shared = self._pool, False
         if self._communicator is not None and self._device.type == "cpu":
             shared = pool.heads != (0, pool.layout.num_kv_heads) or pool.layout.layouts[0].parts == 1
-        if not shared or self._model.shard.keeps(self._model.caches[0].heads):
+        if not shared or self._model.shard.keeps(max(each.heads for each in self._model.caches)):
             for source, destination in plan.copies:
                 pool.copy_page(source, destination)
         # What has retired on rank 0 has everywhere. On GPUs a step of rows ends with a sum anyway.

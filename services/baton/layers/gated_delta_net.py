@@ -4,7 +4,7 @@ norm behind the recurrence, as in Qwen3-Next."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from baton.layers.cache_spec import State
 from baton.layers.parameters import Parameters
 from baton.layers.recurrent import RecurrentModule
 from baton.layers.short_convolution import ShortConvolution
+from baton.layers.tensor_parallel import times
 
 CHUNK = 64
 """Tokens whose updates of a state become matrix products."""
@@ -58,29 +59,50 @@ class GatedDeltaNet(RecurrentModule):
         by_key_head: bool,
     ) -> None:
         """`by_key_head`: the checkpoint has two projections, whose rows are sorted by key heads (Qwen3-Next);
-        else four (Qwen3.5)."""
-        self.index, self.shape, self.eps = index, shape, eps
-        heads = shape.value_heads
+        else four (Qwen3.5). Ranks share the key heads, and the value heads that these serve."""
+        self.index, self.eps = index, eps
+        heads, per_key = shape.value_heads, shape.value_heads // shape.key_heads
+        shard = parameters.shard
+        own_keys = shard.split(shape.key_heads, "key heads of linear attention")
+        own = times(own_keys, per_key)
+        self.shape = replace(shape, key_heads=own_keys[1], value_heads=own[1])
+        """Of this rank."""
+        keys, values = times(own_keys, shape.key_dim), times(own, shape.value_dim)
+        mixed = (
+            keys,
+            times(own_keys, shape.key_dim, shape.keys),
+            times(own, shape.value_dim, 2 * shape.keys),
+        )
         self.cache = State(((heads, shape.key_dim, shape.value_dim), (shape.window - 1, shape.mixed)))
         large = {"in_proj_qkv": shape.mixed, "in_proj_z": shape.values}
         small = {"in_proj_b": heads, "in_proj_a": heads}
+        rows = {"in_proj_qkv": mixed, "in_proj_z": (values,), "in_proj_b": (own,), "in_proj_a": (own,)}
         convert_large = convert_small = None
         if by_key_head:
-            per_key = heads // shape.key_heads
-            values = per_key * shape.value_dim
+            sizes = [shape.key_dim, shape.key_dim, *[per_key * shape.value_dim] * 2]
             large, small = {"in_proj_qkvz": shape.mixed + shape.values}, {"in_proj_ba": 2 * heads}
-            sizes = [shape.key_dim, shape.key_dim, values, values]
+            rows = {
+                "in_proj_qkvz": (times(own_keys, sum(sizes)),),
+                "in_proj_ba": (times(own_keys, 2 * per_key),),
+            }
             convert_large = {"in_proj_qkvz": partial(_by_kind, sizes)}
             convert_small = {"in_proj_ba": partial(_by_kind, [per_key, per_key])}
-        self.input = parameters.linear(large, hidden, convert=convert_large)
-        self.gates = parameters.linear(small, hidden, convert=convert_small, quantize=False)
-        self.convolution = ShortConvolution(parameters, "conv1d", shape.window, shape.mixed)
-        self.decay = parameters.empty(heads, dtype=torch.float32)
-        self.decay_bias = parameters.empty(heads, dtype=torch.float32)
-        parameters.add("A_log", self.decay, fill="ones", convert=lambda log: log.float().exp())
-        parameters.add("dt_bias", self.decay_bias, fill="ones")
+        of_large, of_small = ({name: rows[name] for name in parts} for parts in (large, small))
+        self.input = parameters.linear(large, hidden, convert=convert_large, rows=of_large)
+        self.gates = parameters.linear(small, hidden, convert=convert_small, quantize=False, rows=of_small)
+        self.convolution = ShortConvolution(
+            parameters, "conv1d", shape.window, shape.mixed, cut=shard.cut(0, *mixed)
+        )
+        self.cuts = shard.cut(0, own), shard.cut(1, *mixed)
+        self.decay = parameters.empty(own[1], dtype=torch.float32)
+        self.decay_bias = parameters.empty(own[1], dtype=torch.float32)
+        for name, target in (("A_log", self.decay), ("dt_bias", self.decay_bias)):
+            exp = (lambda log: log.float().exp()) if name == "A_log" else None
+            parameters.add(
+                name, target, shape=torch.Size([heads]), fill="ones", convert=exp, cut=shard.cut(0, own)
+            )
         self.norm = parameters.tensor("norm.weight", shape.value_dim, fill="ones")
-        self.output = parameters.linear({"out_proj": hidden}, shape.values)
+        self.output = parameters.linear({"out_proj": hidden}, shape.values, columns=values)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat((self.input(x), self.gates(x)), -1)

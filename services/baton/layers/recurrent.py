@@ -11,6 +11,10 @@ from baton.layers.attention import NONE, AttentionOptions
 from baton.layers.batch import Batch, StateRun
 from baton.layers.cache_spec import State
 from baton.layers.linear import Linear
+from baton.layers.tensor_parallel import TensorSlice
+
+_Parts = tuple[int, Sequence[torch.Tensor]]
+"""An axis, and the parts of a tensor of all pages, [pages, ...], that lie side by side along it."""
 
 
 class RecurrentModule(ABC):
@@ -23,6 +27,9 @@ class RecurrentModule(ABC):
     output: Linear
     options: AttentionOptions = NONE
     rope: None = None
+    cuts: Sequence[TensorSlice | None] | None = None
+    """The part of each tensor of a state that this rank has, where it does not have all; None: the module
+    cannot be divided among ranks."""
     _most_drafts = (0, 0)
     _drafted: torch.Tensor | None = None
     """[slots, drafts, outputs of `project`]: what was projected of the drafts in each slot's last row."""
@@ -42,11 +49,13 @@ class RecurrentModule(ABC):
     def _advance_all(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         projected = self.project(x)
         runs, tensors = batch.attention.states(self.index)
+        cuts = self.cuts or (None,) * len(tensors)
+        owned = [_owned(tensor, cut) for tensor, cut in zip(tensors, cuts, strict=True)]
         if self._drafted is None and self._most_drafts[1]:
             self._drafted = projected.new_empty(*self._most_drafts, projected.shape[1])
         outputs: torch.Tensor | None = None
         for run in runs:
-            states = [tensor.index_select(0, run.reads) for tensor in tensors]
+            states = [_read(parts, run.reads) for parts in owned]
             if run.begins is not None:
                 for state in states:
                     state[run.begins] = 0  # what a page held before may be no number
@@ -58,7 +67,7 @@ class RecurrentModule(ABC):
                 else:
                     part = torch.cat((self._drafted[run.slots, : run.replay], part), 1)
             out, after = self.advance(part, states)
-            self._write(run, tensors, after)
+            self._write(run, owned, after)
             out = out[:, run.replay :].flatten(0, 1)
             if len(runs) == 1:
                 return out
@@ -68,11 +77,11 @@ class RecurrentModule(ABC):
         assert outputs is not None
         return outputs
 
-    def _write(self, run: StateRun, tensors: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> None:
+    def _write(self, run: StateRun, owned: Sequence[_Parts], after: Sequence[torch.Tensor]) -> None:
         """Drafts leave no trace."""
         if run.writes is not None:
-            for tensor, state in zip(tensors, after, strict=True):
-                tensor.index_copy_(0, run.writes, state)
+            for parts, state in zip(owned, after, strict=True):
+                _put(parts, run.writes, state)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> what `advance` takes, [tokens, outputs]"""
@@ -85,3 +94,23 @@ class RecurrentModule(ABC):
         """What `project` gave of consecutive tokens of each row, [rows, tokens, outputs], and the
         states before them, float32 [rows, *shape] each, which may be overwritten -> [rows, tokens, inputs of
         `output`], and the states behind them."""
+
+
+def _owned(tensor: torch.Tensor, cut: TensorSlice | None) -> _Parts:
+    if cut is None:
+        return 0, [tensor]
+    axis = cut.axis + 1
+    return axis, [tensor.narrow(axis, first, count) for first, count in cut.spans]
+
+
+def _read(owned: _Parts, pages: torch.Tensor) -> torch.Tensor:
+    axis, parts = owned
+    found = [part.index_select(0, pages) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found, axis)
+
+
+def _put(owned: _Parts, pages: torch.Tensor, states: torch.Tensor) -> None:
+    axis, parts = owned
+    sizes = [part.shape[axis] for part in parts]
+    for part, own in zip(parts, torch.split(states, sizes, axis) if axis else [states], strict=True):
+        part.index_copy_(0, pages, own)

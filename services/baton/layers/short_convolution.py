@@ -10,6 +10,7 @@ import torch
 from baton.layers.cache_spec import State
 from baton.layers.parameters import Parameters
 from baton.layers.recurrent import RecurrentModule
+from baton.layers.tensor_parallel import TensorSlice
 from baton.model_path import CheckpointError
 
 
@@ -17,22 +18,27 @@ class ShortConvolution:
     """The state that it needs is the last inputs of each channel."""
 
     def __init__(
-        self, parameters: Parameters, name: str, window: int, channels: int, *, bias: bool = False
+        self,
+        parameters: Parameters,
+        name: str,
+        window: int,
+        channels: int,
+        *,
+        bias: bool = False,
+        cut: TensorSlice | None = None,
     ) -> None:
-        """`window`: tokens that it sees, the last of them its own. Raises CheckpointError if that is not at
-        least 2."""
+        """`window`: tokens that it sees, the last of them its own; `cut`: the channels of this rank. Raises
+        CheckpointError if the window is not at least 2."""
         if window < 2:
             raise CheckpointError(f"a short convolution sees at least 2 tokens, not {window}")
         self.shape = window - 1, channels
-        """Of the state."""
-        self.weight = parameters.empty(window, channels)
+        """Of the state, of all ranks."""
+        whole = torch.Size([channels, 1, window])
+        self.weight = parameters.empty(window, (whole if cut is None else cut.shape(whole))[0])
         parameters.add(
-            f"{name}.weight",
-            self.weight,
-            shape=torch.Size([channels, 1, window]),
-            convert=lambda weight: weight[:, 0].t(),
+            f"{name}.weight", self.weight, shape=whole, convert=lambda weight: weight[:, 0].t(), cut=cut
         )
-        self.bias = parameters.tensor(f"{name}.bias", channels, fill="zeros") if bias else None
+        self.bias = parameters.tensor(f"{name}.bias", channels, fill="zeros", cut=cut) if bias else None
 
     def __call__(self, x: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [rows, tokens, channels], and the inputs before it, float32 [rows, window - 1, channels] -> as x,

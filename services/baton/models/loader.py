@@ -13,7 +13,7 @@ import torch
 
 from baton import cgroups
 from baton.gguf_file import opened
-from baton.layers.cache_spec import CacheSpec
+from baton.layers.cache_spec import CacheSpec, State
 from baton.layers.parameters import Parameter, Parameters
 from baton.layers.quantization.quantized_tensor import QuantizedTensor
 from baton.layers.quantization.weight_method import Filling, QuantizedWeight, WeightPlan
@@ -249,7 +249,7 @@ def load_model(
     plan = weight_plan(path, device, quantization, quantize_head, load_format, dtype)
     parameters = Parameters(dtype, device, plan=plan, shard=shard, communicator=communicator)
     model = build(config, parameters)
-    _check_shard(parameters)
+    _check_shard(parameters, model)
     report = progress or (lambda done, total: None)
     if load_format == "dummy":
         _fill(parameters, report)
@@ -273,7 +273,9 @@ def _check_plain(quantization: str, quantize_head: bool, shard: Shard) -> None:
         )
 
 
-def _check_shard(parameters: Parameters) -> None:
+def _check_shard(parameters: Parameters, model: Decoder) -> None:
+    if parameters.shard.size > 1 and any(module.cuts is None for module in model.recurrent):
+        raise ModelError(f"{model.config.architecture} is not divided among ranks; leave out --tp")
     if parameters.shard.size > 1 and parameters.plan.fp8:
         raise ModelError("--quantization fp8 does not work with --tp on a CPU; leave one of them out")
     if parameters.shard.ep and not any(".experts." in name for name in parameters.table):
@@ -311,7 +313,7 @@ def declared(
     meta = torch.device("meta")
     parameters = Parameters(dtype or config.dtype, meta, plan=plan or WeightPlan(), shard=shard)
     model = build(config, parameters)
-    _check_shard(parameters)
+    _check_shard(parameters, model)
     return model
 
 
@@ -349,7 +351,8 @@ def indivisible(specs: Sequence[CacheSpec], tp: int, kv_dtype: str) -> str | Non
     takes the first layer's KV heads for those of all."""
     if kv_dtype != "auto" and any(spec.parts == 1 for spec in specs):
         return f"--kv-dtype {kv_dtype}: pages of latents are kept in the model's dtype only; leave it out"
-    if (tp > 1 or kv_dtype != "auto") and len({spec.heads for spec in specs}) > 1:
+    heads = {spec.heads for spec in specs if not isinstance(spec, State)}
+    if (tp > 1 or kv_dtype != "auto") and len(heads) > 1:
         return "layers with different numbers of KV heads: leave out --tp and --kv-dtype"
     return None
 

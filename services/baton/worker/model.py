@@ -98,7 +98,12 @@ def check_model(config: WorkerConfig, device: torch.device) -> None:
         return
     specs = cache_specs(read_config(path, implementation=config.model_impl))
     if any(isinstance(spec, State) for spec in specs):
-        raise failed_precondition("models with recurrent layers: leave out --tp and --kv-dtype")
+        if config.kv_dtype != "auto":
+            raise failed_precondition("models with recurrent layers: leave out --kv-dtype")
+        if device.type != "cpu" or config.nnodes > 1:
+            raise failed_precondition(
+                "models with recurrent layers are divided among CPU ranks of one host only: leave out --tp"
+            )
     if (problem := indivisible(specs, config.tp, config.kv_dtype)) is not None:
         raise failed_precondition(problem)
     if config.tp == 1:
