@@ -163,10 +163,8 @@ class TestRouter:
         fleet.tell("d1", in_host=PROMPT, host_token_seconds=1e-6)
         way, decode, prefill = fleet.send(PROMPT)
         assert (decode, prefill) == ("d1", "p1")
-        assert [(each.address, each.tokens) for each in way.sources("d0", ["p0"])] == [
-            ("d1", 992),
-            ("p1", 992),
-        ]
+        named = [(each.address, each.tokens) for each in way.sources("d0", ["p0"])]
+        assert sorted(named) == [("d1", 992), ("p1", 992)]
         way.ended()
         fleet.tell("p0", PROMPT[:960])  # 40 tokens to compute, or 992 to promote
         fleet.tell("p1", in_host=PROMPT, host_token_seconds=5e-4)
@@ -178,6 +176,18 @@ class TestRouter:
         fleet = Fleet()
         fleet.tell("p1", in_host=PROMPT, host_token_seconds=1.1e-3)
         assert {fleet.send(PROMPT)[2] for _ in range(2)} == {"p0", "p1"}
+
+    def test_a_draining_nodes_pages_are_offered_until_it_is_silent(self):
+        """It is no candidate any more, and so are nodes that take no requests for another reason."""
+        fleet = Fleet()
+        fleet.tell("d1", PROMPT, draining=True)
+        way = RequestRouting(fleet.router, 0, PromptPages(PROMPT, ""))
+        decode, prefill = way.pick_decode(["d0"]), way.order_prefill(["p0", "p1"])
+        assert [(each.address, each.tokens) for each in way.sources(decode, prefill)] == [("d1", 992)]
+        fleet.clock.now += 60
+        for address in ("d0", "p0", "p1"):
+            fleet.tell(address)
+        assert not way.sources(decode, prefill)
 
     @pytest.mark.parametrize(("token", "other"), [(1e-5, True), (1e-2, False)])
     def test_a_node_that_can_borrow_the_prompt_is_as_good_as_its_pulls_are_fast(self, token, other):

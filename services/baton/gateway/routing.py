@@ -156,6 +156,12 @@ class Router:
     def _node(self, address: str) -> _RoutedNode:
         return self._nodes.setdefault(address, _RoutedNode())
 
+    def heard(self) -> list[str]:
+        """Nodes that have reported their trees, and something lately."""
+        now = self.clock()
+        views = ((address, node.view) for address, node in self._nodes.items())
+        return [a for a, view in views if view.page_size and view.fresh_load(now) is not None]
+
     def load_of(self, address: str, prompt: PromptPages, preferred: str) -> NodeLoad:
         """preferred: the node of the session's last turn. It is assumed to hold the prompt if it does not
         report its tree."""
@@ -248,8 +254,13 @@ class RequestRouting:
 
     def _expected(self, node: NodeLoad) -> NodeLoad:
         """With what it is expected to borrow from the others."""
-        known = [each for each in self._loads.values() if self._router.view(each.address).incarnation]
-        return with_borrowed(node, max((each.cached for each in known), default=0))
+        return with_borrowed(node, max((each.cached for each in self._holders()), default=0))
+
+    def _holders(self) -> list[NodeLoad]:
+        """All nodes that can be heard, also those that take no requests."""
+        loads, router = self._loads, self._router
+        each = [loads.get(a) or router.load_of(a, self._prompt, "") for a in router.heard()]
+        return sorted((node for node in each if node.cached), key=lambda node: -node.cached)
 
     def sources(self, decode: str, prefill: Sequence[str]) -> list[common_pb2.PromptSource]:
         """Nodes that hold more of the prompt than one that may compute it (`decode`, or the first of
@@ -261,10 +272,10 @@ class RequestRouting:
                 incarnation=self._router.view(node.address).incarnation,
                 tokens=node.cached,
             )
-            for node in sorted(self._loads.values(), key=lambda node: -node.cached)
+            for node in self._holders()
             if node.cached > least
         ]
-        return [source for source in found if source.incarnation][:MAX_SOURCES]
+        return found[:MAX_SOURCES]
 
     def _uncached(self, address: str) -> int:
         """Tokens of the prompt that the node is predicted to compute."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from baton.handoff.pull_cost import PullCost, PullMeter
 from baton.kvcache.block_table import BlockTable
 from baton.kvcache.kv_groups import NO_PAGE
-from baton.kvcache.page_file import PageNames, header
+from baton.kvcache.page_file import PageNames, fault, header
 
 if TYPE_CHECKING:
     from baton.kvcache.host_tier import HostTier
@@ -69,6 +69,10 @@ class FileJob:
         """Of a page's file."""
         key = self.key[: (each.row + 1) * self.stride]
         return header(self.fingerprint, self.namespace, key, each.group, self.page_bytes)
+
+    def fault(self, each: FilePage, found: bytes | bytearray, page: memoryview) -> str:
+        """What is wrong with a page's file: see page_file.fault."""
+        return fault(self.header(each), found, page)
 
 
 class PageFiles(Protocol):

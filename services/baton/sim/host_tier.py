@@ -9,6 +9,7 @@ from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.host_tier import HostTier, keep_what_returns
 from baton.kvcache.page_allocator import PageState
 from baton.sim.model import SimPool
+from baton.sim.page_files import SimFiles
 from baton.sim.world import Violation
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class SimHostTier:
         policy = self._rng.choice((keep_what_returns(rows), "mru"))
         cache = KvCacheManager(self._allocator, PrefixTree(size, policy, groups))
         self.tier = HostTier(worker.cache, cache, self)
+        if worker.machine.disk:
+            SimFiles(worker, self.tier, self._allocator, self.pool)
 
     def copy(self, number: int, pairs: Sequence[tuple[int, int]], up: bool) -> None:
         if self._worker.world.traced:
@@ -61,6 +64,11 @@ class SimHostTier:
         size = worker.pool.page_bytes // _PIECES
         pools[1].write(target, part * size, pools[0].read(source, part * size, size))
         self._later(lambda: self._step(number, pieces, up, fails))
+
+    @property
+    def copies(self) -> int:
+        """From and to the tier, also files."""
+        return self.tier.copies + (self.tier.disk.copies if self.tier.disk is not None else 0)
 
     def check(self, idle: bool = False) -> None:
         self.tier.cache.check(idle)

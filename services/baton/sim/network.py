@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.rpc.errors import BatonError, unavailable
+from baton.sim.page_disk import SimDisk
 from baton.sim.world import Actor, World
 
 KEEPALIVE_SECONDS = (1.5, 5.0)
@@ -129,6 +130,8 @@ class Network:
         self._slow: dict[frozenset[str], float] = {}
         self.segments: dict[str, Any] = {}
         """Shared memory by its path. It outlives its owner."""
+        self.disks: dict[str, SimDisk] = {}
+        """By name. They outlive all processes."""
 
     def register(self, host: Host) -> None:
         """The host answers at its name until `unregister`."""

@@ -100,3 +100,5 @@ class Machine:
     """Page indexes that the host tier has room for; 0: there is none."""
     tier_pace: float = 0.0
     """Seconds, the usual time to copy half a page from or to it."""
+    disk: str = ""
+    """Name of the disk tier's disk, which workers may share; empty: there is none."""

@@ -89,6 +89,9 @@ def make_scenario(seed: int) -> Scenario:
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
     decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
     prefill, decode = _tiers(random.Random(f"slabs {seed}"), prefill, decode)
+    disks = random.Random(f"disks {seed}")
+    prefill = tuple((config, _with_disk(disks, machine)) for config, machine in prefill)
+    decode = tuple((config, _with_disk(disks, machine)) for config, machine in decode)
     expiries: list[Fault] = []
     if tight:
         prefill, decode, expiries = _expiries(random.Random(f"expiry {seed}"), prefill, decode)
@@ -233,6 +236,12 @@ def _tiers(
     small = (replace(config, kv_tokens=min(config.kv_tokens, pages * PAGE_SIZE)) for config, _ in prefill)
     prefill = tuple((config, tiered(machine)) for config, (_, machine) in zip(small, prefill, strict=True))
     return prefill, tuple((config, tiered(machine)) for config, machine in decode)
+
+
+def _with_disk(rng: random.Random, machine: Machine) -> Machine:
+    """Two of three nodes with a host tier have a disk, some the same one."""
+    disk = rng.choice(("", "shared", f"{rng.getrandbits(32):x}"))
+    return replace(machine, disk=disk) if machine.tier_rows else machine
 
 
 def _next_turns(

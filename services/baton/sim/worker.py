@@ -207,7 +207,7 @@ class Worker(SimProcess, WorkerShell[C]):
         pool and the host tier."""
         sharing = self.core.sharing
         fetches = sharing.borrower.fetches
-        copies = self.host_tier.tier.copies if self.host_tier is not None else 0
+        copies = self.host_tier.copies if self.host_tier is not None else 0
         return len(sharing.lender.leases.running), len(fetches.running), len(fetches.pulls), copies
 
     def start_steps(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from baton.kvcache.disk_tier import DiskTier, FileJob, FilePage
-from baton.kvcache.page_file import CRC_BYTES, begin_bytes, begins_with, fault, sealed
+from baton.kvcache.page_file import CRC_BYTES, begin_bytes, begins_with, sealed
 from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
 
@@ -113,8 +113,8 @@ class PageDirectory:
         """What was wrong; empty: nothing."""
         path = self._file(each.name)
         try:
-            head, page = job.header(each), self._page(each.page)
-            found, more = bytearray(len(head) + CRC_BYTES), bytearray(1)
+            page = self._page(each.page)
+            found, more = bytearray(len(job.header(each)) + CRC_BYTES), bytearray(1)
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 size = os.preadv(file, [found, page, more], 0)
@@ -128,7 +128,7 @@ class PageDirectory:
         except OSError as error:
             _log.warning("a page was not read", path=str(path), error=error.strerror)
             return "unreadable"
-        wrong = "damaged" if size != len(found) + len(page) else fault(head, found, page)
+        wrong = "damaged" if size != len(found) + len(page) else job.fault(each, found, page)
         if wrong:
             # Written anew when the page is given up the next time.
             self._known.pop(each.name, None)

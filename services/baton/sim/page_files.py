@@ -1,0 +1,85 @@
+"""A simulated worker's files of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from baton.kvcache import page_file
+from baton.kvcache.disk_tier import DiskTier, FileJob, FilePage
+from baton.kvcache.host_tier import HostTier
+from baton.kvcache.page_allocator import PageAllocator, PageState
+from baton.sim.model import SimPool
+from baton.sim.page_disk import SimDisk
+from baton.sim.world import Violation
+
+if TYPE_CHECKING:
+    from baton.sim.worker import Worker
+
+
+class SimFiles:
+    """A worker's files: implements PageFiles."""
+
+    size = evicted = 0
+
+    def __init__(self, worker: Worker[Any], host: HostTier, allocator: PageAllocator, pool: SimPool) -> None:
+        """`allocator`, `pool`: of the host tier."""
+        self._worker, self._allocator, self._pool = worker, allocator, pool
+        disk = worker.machine.disk
+        self._disk = worker.network.disks.setdefault(disk, SimDisk(worker.world.rng(f"disk {disk}")))
+        self._rng = worker.world.rng(f"files {worker.name}")
+        self.tier = DiskTier(host, self, b"%32d" % worker.machine.heads, pool.page_bytes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._disk.files
+
+    def _later(self, function: Callable[[], None]) -> None:
+        delay = self._worker.machine.tier_pace * self._rng.uniform(0.1, 2.0)
+        self._worker.world.at(delay, self._worker.copy_thread, function)
+
+    def write(self, job: FileJob) -> None:
+        self._later(lambda: self._write(job, list(job.pages), []))
+
+    def _write(self, job: FileJob, left: list[FilePage], faults: list[str]) -> None:
+        if not left:
+            self._worker.steps.call(lambda core, now: self.tier.written(job.number, faults))
+            return
+        each = left.pop(0)
+        page = memoryview(self._bytes(each.page))
+        faults.append(self._disk.put(each.name, page_file.sealed(job.header(each), page) + bytes(page)))
+        self._later(lambda: self._write(job, left, faults))
+
+    def read(self, job: FileJob) -> None:
+        self._later(lambda: self._read(job, list(job.pages), []))
+
+    def _read(self, job: FileJob, left: list[FilePage], faults: list[str]) -> None:
+        if not left:
+            self._worker.steps.call(lambda core, now: self.tier.read_ended(job.number, faults, 0.01))
+            return
+        each = left.pop(0)
+        found = self._disk.files.get(each.name)
+        if found is None:
+            faults.append("gone")
+        else:
+            begin = len(job.header(each)) + page_file.CRC_BYTES
+            page = found[begin : begin + self._pool.page_bytes]
+            if self._allocator.state(each.page) is not PageState.OWNED:
+                raise Violation(f"writer: a read of {self._worker.who} writes page {each.page}")
+            self._pool.write(each.page, 0, page)
+            whole = len(found) == begin + self._pool.page_bytes
+            page_now = memoryview(self._bytes(each.page))
+            faults.append(job.fault(each, found[:begin], page_now) if whole else "damaged")
+        if faults[-1]:
+            self._disk.files.pop(each.name, None)
+        self._later(lambda: self._read(job, left, faults))
+
+    def _bytes(self, page: int) -> bytes:
+        return bytes(self._pool.read(page, 0, self._pool.page_bytes))
+
+    def remove(self, namespace: str, first: bytes) -> None:
+        def now() -> None:
+            for name, found in list(self._disk.files.items()):
+                if page_file.begins_with(found, namespace, first):
+                    del self._disk.files[name]
+
+        self._later(now)
