@@ -10,7 +10,10 @@ import sys
 import pytest
 from click.testing import CliRunner
 from random_checkpoints import save_checkpoint
+from test_recurrent_families import VARIANTS
 from test_transformers_backed import ARCHITECTURES
+from test_wrappers import BLOCKS, TEXT
+from transformers import AutoModelForImageTextToText, Qwen3_5Config
 
 from baton.bench.machine import DRIVER
 from baton.cli.doctor import doctor, process_id, run_checks, served
@@ -67,7 +70,7 @@ def test_a_model_is_said_to_be_served_by_whose_code(tmp_path):
     def ask(*arguments):
         result = CliRunner().invoke(doctor, ["--json", *arguments])
         return result.exit_code, {
-            check["name"]: check["detail"] for check in json.loads(result.output)["checks"]
+            check["name"]: check["detail"] for check in json.loads(result.stdout)["checks"]
         }
 
     code, found = ask("--model", "demo")
@@ -81,10 +84,22 @@ def test_a_model_is_said_to_be_served_by_whose_code(tmp_path):
     assert code == 1 and "not one of Baton's own" in next(iter(found.values()))
 
 
+def test_what_is_left_out_and_the_size_of_states_is_said(tmp_path):
+    """Of a wrapper, as Qwen3.5 is published."""
+    text = {**TEXT, **VARIANTS["qwen3.5"][1]}
+    config = Qwen3_5Config(text_config=text, vision_config=BLOCKS)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    result = CliRunner().invoke(doctor, ["--json", "--model", str(tmp_path)])
+    found = {check["name"]: check["detail"] for check in json.loads(result.stdout)["checks"]}
+    assert result.exit_code == 0, found
+    assert found["architecture"].endswith("own code; left out of the checkpoint: model.visual")
+    assert "MiB a state of its recurrent layers" in found["kv"]
+
+
 def test_what_becomes_of_quantized_weights_is_said(tmp_path):
     def ask(*arguments):
         result = CliRunner().invoke(doctor, ["--json", *arguments])
-        return {check["name"]: check["detail"] for check in json.loads(result.output)["checks"]}
+        return {check["name"]: check["detail"] for check in json.loads(result.stdout)["checks"]}
 
     save_checkpoint("qwen3", tmp_path)
     model = ("--model", str(tmp_path))

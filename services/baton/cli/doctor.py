@@ -240,6 +240,7 @@ def served(
     """Whether a model can be served here, by whose code, and what it takes; `tp`: of each rank, too."""
     import torch
 
+    from baton.layers.cache_spec import STATE_ITEMSIZE, State
     from baton.layers.tensor_parallel import Shard
     from baton.model_path import CheckpointError, resolve
     from baton.models.config import read_config
@@ -260,7 +261,7 @@ def served(
             device=device,
         )
         size = needed()
-        check_tensors(path, None, implementation, quantization)
+        left_out = check_tensors(path, None, implementation, quantization)
         how = describe(path, device, quantization, dtype)
         caches = cache_specs(config)
         shards = [needed(shard=Shard(rank, tp)) for rank in range(tp)]
@@ -268,7 +269,8 @@ def served(
         yield Check(name, "bad", str(error))
         return
     if config.implementation == "baton":
-        yield Check("architecture", "ok", f"{config.architecture}, by Baton's own code")
+        rest = f"; left out of the checkpoint: {', '.join(left_out)}" if left_out else ""
+        yield Check("architecture", "ok", f"{config.architecture}, by Baton's own code{rest}")
     else:
         reason = "asked for" if implementation == "transformers" else "Baton has none of its own for it"
         text = f"{config.architecture}, by transformers' code over paged attention, slower: {reason}"
@@ -283,12 +285,14 @@ def served(
     size_of_one = dtype.itemsize if kv_dtype == "auto" else 1
     if tp > 1:
         yield _ranks(shards, Shard(0, tp).kv_heads(caches[0].heads)[1], caches[0].heads, device.type)
-    token = sum(spec.values for spec in caches) * size_of_one
+    token = sum(spec.values for spec in caches if not isinstance(spec, State)) * size_of_one
     kind = "latents" if caches[0].parts == 1 else "keys and values"
     context = (
         f"{token * config.context_length / GIB:.2f} GiB for a context of {config.context_length:,} tokens"
     )
-    yield Check("kv", "ok", f"{token / 1024:.1f} KiB of {kind} a token, {context}")
+    states = sum(spec.numbers for spec in caches if isinstance(spec, State)) * STATE_ITEMSIZE
+    rest = f", and {states / 2**20:.2f} MiB a state of its recurrent layers" if states else ""
+    yield Check("kv", "ok", f"{token / 1024:.1f} KiB of {kind} a token, {context}{rest}")
 
 
 def _ranks(shards: Sequence[int], heads: int, of: int, device: str) -> Check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,17 +107,22 @@ def _is_bias_of_zeros(file: TensorFile, name: str, parameters: dict[str, Paramet
 
 def check_tensors(
     path: Path, context_length: int | None = None, implementation: str = "auto", quantization: str = "auto"
-) -> None:
+) -> list[str]:
     """Checks what can be known of a model without its weights: that its code can be served, and the names and
-    shapes of its tensors. Raises CheckpointError."""
+    shapes of its tensors. -> how names of tensors start that are there and left out, "*" for numbers. Raises
+    CheckpointError."""
     config = read_config(path, context_length, implementation)
     if config.implementation == "transformers":
         transformers_backend.caches(config)
         transformers_backend.check_names(path, config, stored_shapes(path))
-        return
+        return []
     plan = weight_plan(path, torch.device("meta"), quantization, False)
     parameters = declared(path, None, context_length, plan).parameters
     _check(path, parameters.table, parameters.ignored, parameters.elsewhere)
+    names = {name for file in tensor_files(path) for name in file.shapes()}
+    names -= {*parameters.table, "lm_head.weight"}  # which is the embedding, where it is not a parameter
+    left = {start for start in parameters.ignored if any(name.startswith(start) for name in names)}
+    return sorted({re.sub(r"\d+", "*", start.rstrip("._")) for start in left})
 
 
 def _copy(
