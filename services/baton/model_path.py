@@ -109,7 +109,8 @@ def _checked(path: Path, model: str) -> Path:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"model {model!r}: {file} cannot be read: {error}") from None
-    if not isinstance(content, dict) or not content.get("model_type"):
+    # Medusa heads by their authors' own code have none.
+    if not isinstance(content, dict) or not (content.get("model_type") or "medusa_num_heads" in content):
         what = "give a checkpoint in Hugging Face layout"
         raise CheckpointError(f"model {model!r}: {file} names no model_type; {what}")
     return path

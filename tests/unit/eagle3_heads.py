@@ -62,6 +62,7 @@ def save_head(path, tensors, vocab, *, speculators=False, norm_before_residual=F
     own["norm_before_fc"] = norm_before_fc
     if speculators:
         config = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+        config["model_type"] = "speculator_model"
         config |= {"transformer_layer_config": layers, "eagle_aux_hidden_state_layer_ids": LAYERS}
     else:
         behind = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYERS]}

@@ -13,6 +13,7 @@ from baton.config import DecodeConfig, WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.heads import HeadDrafter
+from baton.engine.draft.medusa import MedusaDrafter
 from baton.engine.draft.model import ModelDrafter
 from baton.kvcache.kv_pool import PagePool, PoolLayout, default_page_size
 from baton.layers.cache_spec import State
@@ -21,6 +22,7 @@ from baton.models.config import ModelConfig, read_config
 from baton.models.decoder import Decoder, LanguageModel
 from baton.models.eagle3 import Eagle3Head, is_eagle3, load_eagle3
 from baton.models.loader import cache_specs
+from baton.models.medusa import is_medusa, load_medusa
 from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
 from baton.worker.model import attention_of, kv_layout, load
@@ -42,18 +44,23 @@ def check_draft(config: WorkerConfig, device: torch.device) -> None:
         raise failed_precondition("steps of --step-profile compute nothing: leave out --draft")
     target = read_config(resolve(config.model), implementation=config.model_impl)
     path = resolve(config.draft_model)
-    if not is_eagle3(_raw(path)):
+    if not _is_head(_raw(path)):
         _read_draft(config, path, target)
     elif device.type != "cpu":
-        raise failed_precondition(f"--draft {config.draft_model}: EAGLE-3 heads draft on a CPU only")
+        raise failed_precondition(f"--draft {config.draft_model}: heads draft on a CPU only")
     elif target.implementation != "baton":
-        text = f"EAGLE-3 heads need a model of Baton's own families, not {target.architecture}"
+        text = f"heads need a model of Baton's own families, not {target.architecture}"
         raise failed_precondition(f"--draft {config.draft_model}: {text}")
 
 
 def _raw(path: Path) -> dict[str, Any]:
     """config.json; empty: of a GGUF file."""
     return {} if path.is_file() or not (path / "config.json").is_file() else read_json(path / "config.json")
+
+
+def _is_head(raw: dict[str, Any]) -> bool:
+    """Whether it reads a model's hidden states."""
+    return is_eagle3(raw) or is_medusa(raw)
 
 
 def _read_draft(config: WorkerConfig, path: Path, target: ModelConfig) -> ModelConfig:
@@ -74,7 +81,12 @@ def load_drafter(config: WorkerConfig, target: LanguageModel, device: torch.devi
     if not isinstance(config, DecodeConfig) or not config.draft_model:
         return None
     path = resolve(config.draft_model)
-    if is_eagle3(_raw(path)):
+    raw = _raw(path)
+    if is_medusa(raw):
+        assert isinstance(target, Decoder)
+        heads = load_medusa(path, target)
+        return MedusaDrafter(heads, config.max_rows, target.config.vocab_size, device)
+    if is_eagle3(raw):
         assert isinstance(target, Decoder)
         return _head_drafter(config, load_eagle3(path, target), target, device)
     return _model_drafter(config, path, target, device)
