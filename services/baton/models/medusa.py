@@ -31,15 +31,13 @@ class MedusaHeads:
     def __init__(self, raw: dict[str, Any], names: set[str], target: Decoder) -> None:
         """`raw`: their config.json; `names`: of their tensors. Raises ModelError for what is not
         supported."""
-        if raw.get("truncated_vocab_size", target.config.vocab_size) != target.config.vocab_size:
-            raise ModelError(
-                "Medusa heads of a part of the vocabulary (truncated_vocab_size) are not supported"
-            )
+        size, vocab = target.config.hidden_size, target.config.vocab_size
+        if raw.get("truncated_vocab_size", vocab) != vocab:
+            raise ModelError("Medusa heads of a part of the vocabulary (truncated_vocab_size): not supported")
         heads = raw.get("medusa_num_heads") or raw.get("num_heads") or 0
         depth = raw.get("medusa_num_layers") or raw.get("num_hidden_layers") or 1
-        start = next(
-            (s for s in ("medusa_heads.", "medusa_head.") if any(n.startswith(s) for n in names)), ""
-        )
+        starts = ("medusa_heads.", "medusa_head.")
+        start = next((s for s in starts if any(name.startswith(s) for name in names)), "")
         listed = f"{start}0.{depth}.weight" in names
         self.parameters = parameters = Parameters(target.dtype, target.device)
         self.heads: list[tuple[list[Linear], Linear]] = []

@@ -40,11 +40,10 @@ class MedusaDrafter(Drafter):
                 rows.append((sequence, most))
                 states.append(known[1])
         for depth in range(min(len(self._heads.heads), max((most for _, most in rows), default=0))):
-            slots = np.array(
-                [i for i, (s, most) in enumerate(rows) if most > depth == len(self._of(s))], np.int64
-            )
-            if not slots.size:
+            going = [i for i, (s, most) in enumerate(rows) if most > depth == len(self._of(s))]
+            if not going:
                 break
+            slots = np.array(going, np.int64)
             logits = self._heads.logits(depth, torch.stack([states[i] for i in going]))
             positions = np.array([len(rows[i][0].tokens) + depth for i in going], np.int64)
             tokens, finite = self._sampler.sample(logits, slots, positions).read()
