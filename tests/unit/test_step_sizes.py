@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.config import WorkerConfig
-from baton.engine.step_graphs import CHUNK_SIZES, MIXTURE_CHUNK_SIZES, chunk_sizes
+from baton.engine.chunk_graphs import CHUNK_SIZES, MIXTURE_CHUNK_SIZES, chunk_sizes
 from baton.worker.model import sized
 
 

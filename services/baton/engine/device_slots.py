@@ -109,6 +109,10 @@ class DeviceSlots:
     def write(self, entries: torch.Tensor, values: torch.Tensor) -> None:
         self._memory.index_copy_(0, entries, values)
 
+    def tokens(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """ids, int32 [tokens], with the last token of the slot where they are negative."""
+        return torch.where(ids < 0, self.last_token.index_select(0, slots), ids)
+
     def settle(
         self,
         ids: torch.Tensor,
@@ -124,7 +128,7 @@ class DeviceSlots:
         right = torch.where(follows, self.right.index_select(0, token_slots), 0)
         at = (right - 2 - ids).clamp_(0, len(drafts) - 1)
         ids.copy_(torch.where(ids < -1, drafts.index_select(0, at), ids))
-        ids.copy_(torch.where(ids < 0, self.last_token.index_select(0, token_slots), ids))
+        ids.copy_(self.tokens(ids, token_slots))
         positions.copy_(torch.where(follows, right - 1 - positions, positions))
         longer = self.right.index_select(0, row_slots) - lengths
         lengths.copy_(torch.where(lengths < 0, longer, lengths))

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.batch import Ints
+from baton.engine.chunk_graphs import ChunkShape
 from baton.engine.grammar_masks import Masks
 from baton.engine.plan import PlanRow
 from baton.engine.sampler import KernelSamples, Samples, TokenLogprobs
-from baton.engine.step_graphs import ChunkShape
 
 
 @dataclass(slots=True)

@@ -20,6 +20,8 @@ from baton.attention.mixed import MixedAttention
 from baton.attention.paged import PagedAttention
 from baton.attention.step import ModelAttention
 from baton.engine.batch import HostBatch, longest_first
+from baton.engine.captured_work import CapturedWork, final_states
+from baton.engine.chunk_graphs import ChunkGraphs, chunk_shapes, chunk_sizes, draft_shapes
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.device_slots import Changes, DeviceSlots
 from baton.engine.grammar_masks import MaskStats
@@ -27,17 +29,7 @@ from baton.engine.images import ImageEncoder
 from baton.engine.launched_step import Chains, LaunchedStep, PendingSampling
 from baton.engine.plan import PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Sampler, prompt_logprobs
-from baton.engine.step_graphs import (
-    ChunkGraphs,
-    ChunkInputs,
-    DecodeGraphs,
-    Inputs,
-    Progress,
-    batch_sizes,
-    chunk_shapes,
-    chunk_sizes,
-    draft_shapes,
-)
+from baton.engine.step_graphs import DecodeGraphs, Progress, batch_sizes
 from baton.engine.step_sampling import StepSampling, pool_states
 from baton.kvcache.kv_pool import PagePool
 from baton.layers.async_copy import Upload, to_device, to_host
@@ -118,14 +110,15 @@ class ModelRunner:
                 shapes = draft_shapes(draft_tokens, max_slots)
                 most = max([max_slots, *(shape.wanted for shape in shapes)])
                 logits = torch.empty(most, self.vocab_size, dtype=model.dtype, device=self._device)
-                works = self._decode, self._sample_plain, self._sample_masked
+                work = CapturedWork(self._body, self._slots, self._caches, self._attention, self._sampling)
+                works = work.decode, work.sample_plain, work.sample_masked
                 self.graphs = DecodeGraphs(batch_sizes(max_slots), max_slots, logits, *works, progress)
                 self._sampling.graphs = self.graphs
                 if getattr(prefill_attention, "graphs", False) and not batch_invariant:
                     # Chunk graphs attend to rows of one token as to chunks.
                     sizes = chunk_sizes(bool(model.mixtures), token_budget, context)
                     shapes += chunk_shapes(sizes, max_slots)
-                    chunk_works = self._small, self._sample_drafts
+                    chunk_works = work.small, work.sample_drafts
                     self.chunk_graphs = ChunkGraphs(
                         shapes, max_slots, logits, *chunk_works, self.graphs.pool, draft_tokens, progress
                     )
@@ -195,7 +188,7 @@ class ModelRunner:
         """Computes one row of tokens: final hidden states [tokens, hidden]."""
         host = HostBatch.of([row])
         self._write_slots(self._slots.changes(host.rows, {}))
-        return self._forward(self._batch(host, every=True))
+        return final_states(self._body, self._batch(host, every=True))
 
     def _copy(self, plan: StepPlan) -> None:
         """Copies pages. If several ranks hold the same heads in one pool, the first copies and the others
@@ -245,38 +238,6 @@ class ModelRunner:
         pending = PendingSampling(graphs.logits(len(rows)), slots, positions + 1, masked)
         pending.graph = len(rows) if simple is not None else 0
         self._sampling.sample(launched, pending)
-
-    def _decode(self, inputs: Inputs) -> None:
-        """A decode step up to its logits. Captured in a graph."""
-        slots = self._slots
-        tables = slots.tables.index_select(0, inputs.slots).unbind(1)
-        rows = AttentionRows(None, 0, len(inputs.slots), tables, inputs.positions + 1)
-        attention = self._attention.over(rows)
-        tokens = slots.last_token.index_select(0, inputs.slots)
-        where = self._caches, inputs.slots, slots.damage
-        batch = Batch(tokens, inputs.positions, attention, *where, few=True)
-        self._body.logits(self._forward(batch), inputs.logits)
-
-    def _sample_plain(self, inputs: Inputs) -> None:
-        """Sampling after it with a temperature only. Captured in a graph."""
-        from baton.layers.kernels.sampling import sample
-
-        last = self._slots.last_token
-        sample(inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, last, inputs.result)
-
-    def _sample_masked(self, inputs: Inputs) -> None:
-        """Samples under grammar masks. Captured in a graph."""
-        from baton.layers.kernels.sampling import sample
-
-        sample(
-            inputs.logits,
-            inputs.temperatures,
-            inputs.keys,
-            inputs.slots,
-            self._slots.last_token,
-            inputs.result,
-            masks=(inputs.words, inputs.masked),
-        )
 
     # --- all other steps --------------------------------------------------------------------------------
 
@@ -330,48 +291,6 @@ class ModelRunner:
         right = self._slots.right.tolist()
         return [row.settled(right[row.slot]) for row in rows]
 
-    def _small(self, inputs: ChunkInputs) -> None:
-        """A small step up to its logits. Captured in a graph."""
-        slots, count = self._slots, len(inputs.ids)
-        tables = slots.tables.index_select(0, inputs.row_slots).unbind(1)
-        longest = inputs.shape.longest
-        rows = AttentionRows(None, 0, count, tables, inputs.lengths, inputs.starts, longest)
-        if len(inputs.drafts):
-            own = inputs.ids, inputs.positions, inputs.lengths, inputs.token_slots, inputs.row_slots
-            slots.settle(*own, inputs.drafts)
-            tokens = inputs.ids
-        else:
-            tokens = self._tokens(inputs.ids, inputs.token_slots)
-        attention = self._attention.over(rows)
-        where = self._caches, inputs.token_slots, slots.damage
-        few = inputs.shape.few
-        batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.wanted, few=few)
-        self._body.logits(self._forward(batch), inputs.logits)
-
-    def _sample_drafts(self, inputs: ChunkInputs) -> None:
-        """Sampling after it with a temperature only. Captured in a graph."""
-        wanted = inputs.wanted
-        depths = np.array([inputs.shape.longest])
-        where = inputs.ids.index_select(0, wanted), inputs.positions.index_select(0, wanted)
-        own = inputs.slots.long(), inputs.firsts.long(), inputs.depths.long()
-        chains = Chains(depths, *where)
-        simple = inputs.temperatures, inputs.seeds
-        result, right = self._sampling.choose_chains(inputs.logits, chains, *simple, *own)
-        inputs.result.copy_(result)
-        inputs.right.copy_(right)
-
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        """Final hidden states [wanted tokens, hidden], with kernels no numbers where values were none."""
-        hidden = self._body.forward(batch)
-        if not batch.caches:
-            return hidden
-        assert batch.slots is not None and batch.damage is not None
-        slots = batch.slots if batch.wanted is None else batch.slots.index_select(0, batch.wanted)
-        return hidden.add_(batch.damage.index_select(0, slots)[:, None])
-
-    def _tokens(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return torch.where(ids < 0, self._slots.last_token.index_select(0, slots), ids)
-
     def _batch(self, host: HostBatch, every: bool) -> Batch:
         """`every`: the states of every token are wanted, else of those that are sampled from."""
         single, arrays = host.single, [host.ids, host.positions, host.token_slots, host.wanted]
@@ -397,7 +316,7 @@ class ModelRunner:
                 raise ValueError("images are computed by models with a vision tower, without kernels, only")
             axes, embeddings = self._images.lanes(host, self._device)
         return Batch(
-            self._tokens(ids, token_slots),
+            self._slots.tokens(ids, token_slots),
             positions,
             self._attention.over(*parts),
             self._caches,
@@ -414,7 +333,7 @@ class ModelRunner:
         log-probabilities and what is pooled, into `launched`."""
         if self._tap:
             batch.tap = HiddenTap(self._tap)
-        hidden = self._forward(batch)
+        hidden = final_states(self._body, batch)
         if batch.tap is not None:
             tapped = torch.cat(batch.tap.found, -1)
             parts = torch.split(tapped, [row.count for row in host.rows])

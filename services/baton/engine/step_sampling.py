@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from baton.engine.batch import Ints
+from baton.engine.chunk_graphs import ChunkGraphs
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.device_slots import DeviceSlots
 from baton.engine.grammar_masks import Masks
@@ -18,7 +19,7 @@ from baton.engine.launched_step import Chains, LaunchedStep, PendingSampling
 from baton.engine.plan import Logprobs, Pooling, RowResult
 from baton.engine.sampler import BAD_LOGITS, KeptToken, KernelSamples, Sampler, Samples, row_results
 from baton.engine.sampler_ops import position_keys
-from baton.engine.step_graphs import ChunkGraphs, DecodeGraphs
+from baton.engine.step_graphs import DecodeGraphs
 from baton.layers.async_copy import Upload, to_device, to_host
 from baton.layers.tensor_parallel import Communicator
 

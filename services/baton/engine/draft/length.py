@@ -70,7 +70,7 @@ def best_level(
 
 def graph_tokens(rows: int, longest: int) -> int:
     """Tokens that a CUDA graph computes for so many rows of which the longest has `longest` drafts: see
-    step_graphs.draft_shapes."""
+    chunk_graphs.draft_shapes."""
     return (1 << (rows - 1).bit_length()) * 2 * (longest // 2 + 1)
 
 

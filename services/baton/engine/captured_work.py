@@ -1,0 +1,105 @@
+"""What CUDA graphs capture of a step: the forward pass up to the logits, and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from baton.attention.base import AttentionRows
+from baton.attention.step import ModelAttention
+from baton.engine.chunk_graphs import ChunkInputs
+from baton.engine.device_slots import DeviceSlots
+from baton.engine.launched_step import Chains
+from baton.engine.step_graphs import Inputs
+from baton.engine.step_sampling import StepSampling
+from baton.layers.batch import Batch, LayerCache
+from baton.models.body import Body
+
+
+def final_states(body: Body, batch: Batch) -> torch.Tensor:
+    """Final hidden states [wanted tokens, hidden], with kernels no numbers where values were none."""
+    hidden = body.forward(batch)
+    if not batch.caches:
+        return hidden
+    assert batch.slots is not None and batch.damage is not None
+    slots = batch.slots if batch.wanted is None else batch.slots.index_select(0, batch.wanted)
+    return hidden.add_(batch.damage.index_select(0, slots)[:, None])
+
+
+class CapturedWork:
+    """Of one runner. Works on buffers that each replay finds filled."""
+
+    def __init__(
+        self,
+        body: Body,
+        slots: DeviceSlots,
+        caches: Sequence[LayerCache],
+        attention: ModelAttention,
+        sampling: StepSampling,
+    ) -> None:
+        self._body, self._slots, self._caches = body, slots, caches
+        self._attention, self._sampling = attention, sampling
+
+    def decode(self, inputs: Inputs) -> None:
+        """A decode step up to its logits."""
+        slots = self._slots
+        tables = slots.tables.index_select(0, inputs.slots).unbind(1)
+        rows = AttentionRows(None, 0, len(inputs.slots), tables, inputs.positions + 1)
+        attention = self._attention.over(rows)
+        tokens = slots.last_token.index_select(0, inputs.slots)
+        where = self._caches, inputs.slots, slots.damage
+        batch = Batch(tokens, inputs.positions, attention, *where, few=True)
+        self._body.logits(final_states(self._body, batch), inputs.logits)
+
+    def sample_plain(self, inputs: Inputs) -> None:
+        """Sampling after it with a temperature only."""
+        from baton.layers.kernels.sampling import sample
+
+        last = self._slots.last_token
+        sample(inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, last, inputs.result)
+
+    def sample_masked(self, inputs: Inputs) -> None:
+        """Samples under grammar masks."""
+        from baton.layers.kernels.sampling import sample
+
+        sample(
+            inputs.logits,
+            inputs.temperatures,
+            inputs.keys,
+            inputs.slots,
+            self._slots.last_token,
+            inputs.result,
+            masks=(inputs.words, inputs.masked),
+        )
+
+    def small(self, inputs: ChunkInputs) -> None:
+        """A small step up to its logits."""
+        slots, count = self._slots, len(inputs.ids)
+        tables = slots.tables.index_select(0, inputs.row_slots).unbind(1)
+        longest = inputs.shape.longest
+        rows = AttentionRows(None, 0, count, tables, inputs.lengths, inputs.starts, longest)
+        if len(inputs.drafts):
+            own = inputs.ids, inputs.positions, inputs.lengths, inputs.token_slots, inputs.row_slots
+            slots.settle(*own, inputs.drafts)
+            tokens = inputs.ids
+        else:
+            tokens = slots.tokens(inputs.ids, inputs.token_slots)
+        attention = self._attention.over(rows)
+        where = self._caches, inputs.token_slots, slots.damage
+        few = inputs.shape.few
+        batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.wanted, few=few)
+        self._body.logits(final_states(self._body, batch), inputs.logits)
+
+    def sample_drafts(self, inputs: ChunkInputs) -> None:
+        """Sampling after it with a temperature only."""
+        wanted = inputs.wanted
+        depths = np.array([inputs.shape.longest])
+        where = inputs.ids.index_select(0, wanted), inputs.positions.index_select(0, wanted)
+        own = inputs.slots.long(), inputs.firsts.long(), inputs.depths.long()
+        chains = Chains(depths, *where)
+        simple = inputs.temperatures, inputs.seeds
+        result, right = self._sampling.choose_chains(inputs.logits, chains, *simple, *own)
+        inputs.result.copy_(result)
+        inputs.right.copy_(right)
