@@ -23,6 +23,8 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -37,6 +39,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -65,6 +69,8 @@ ARCHITECTURES: dict[str, tuple[type, type, bool]] = {
 """Name -> configuration, model, whether output and input embeddings are one."""
 MORE: dict[str, tuple[type, type, bool]] = {
     "deepseek-v2": (DeepseekV2Config, DeepseekV2ForCausalLM, False),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM, False),
+    "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, True),
 }
 """Likewise; only in the whole matrix of test_exactness.py."""
 BY_TRANSFORMERS = [f"transformers:{name}" for name in OTHERS]
@@ -172,6 +178,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sliding_window": 40,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "llama4": {
         "attention_chunk_size": 40,
         "no_rope_layers": [1, 0, 1],
@@ -184,6 +191,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mistral-window": {"sliding_window": 24},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
     "qwen3-moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "qwen3.5": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
 }
 """What an architecture needs besides what all have."""
 
@@ -215,7 +229,9 @@ def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name or parameter_name.endswith("bias"):
             # As made they are all ones or zeros, which hides a norm or a bias that is left out.
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.2)
+            minus_one = name == "qwen3.5" and ".linear_attn." not in parameter_name
+            mean = float("norm" in parameter_name and not minus_one)
+            torch.nn.init.normal_(parameter, mean, 0.2)
     return model
 
 
