@@ -28,6 +28,11 @@ from baton.sim.transport import LATEST_FIRST_LOOK_SECONDS
 from baton.sim.world import Actor, Violation, World
 
 
+@pytest.mark.parametrize("seed", [2083])
+def test_seeds_that_have_failed(seed):
+    assert not run_seed(seed).failure
+
+
 @pytest.mark.timeout(600)
 def test_no_seed_breaks_a_rule():
     seeds = range(240)

@@ -179,7 +179,7 @@ class DiskTier:
         cache, bad = self._cache, [each.row for each, fault in zip(job.pages, faults, strict=True) if fault]
         self.faults.update(fault for fault in faults if fault)
         rows = 0 if job.spoiled else min(bad, default=len(job.holding))
-        if not bad:
+        if job.pages and not bad:  # of rows that groups may lack there may be none
             self._meter.add(len(job.pages), max(seconds, 1e-6))
             self._measured = self._now
         begin = job.holding.shared

@@ -89,7 +89,7 @@ def _(commit: Wrong, scheduler: Scheduler, record: Record, row: RowResult) -> No
     200,
     State,
     "most_drafts",
-    seed=123,
+    seed=2045,
 )
 def _(most: Wrong, first: int, page_size: int) -> int:
     return page_size
