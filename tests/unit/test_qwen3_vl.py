@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from random_checkpoints import Driver
-from vision_models import IMAGE_TOKEN, processor, save_qwen3_vl
 
 from baton.engine.images import ImageSpan, rotary_positions, with_placeholders
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
@@ -17,6 +16,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from vision_models import IMAGE_TOKEN, processor, save_qwen3_vl
 
 SIZES = [(8, 8), (24, 40), (16, 8), (40, 16), (8, 32)]
 """Heights and widths in pixels."""

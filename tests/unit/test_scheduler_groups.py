@@ -14,7 +14,8 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.kvcache import KvCacheManager, KvGroup, PageAllocator, PageCounts, PrefixTree
 from baton.kvcache.kv_groups import peak
 from baton.layers.cache_spec import State, attention_cache
-from baton.sim.model import STATE, SimLaunchedStep, SimPool, SimRunner, reference
+from baton.sim.model import STATE, SimPool, reference
+from baton.sim.runner import SimLaunchedStep, SimRunner
 from baton.sim.scheduler_rules import check_scheduler
 
 SIZE = 4

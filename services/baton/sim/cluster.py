@@ -14,10 +14,10 @@ from baton.sim.checks import Ledger
 from baton.sim.decode import SimDecode
 from baton.sim.faults import Fault
 from baton.sim.gateway import SimGateway
-from baton.sim.model import Escaped, Killed
 from baton.sim.network import Endpoint, Network
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import SimProcess
+from baton.sim.runner import Escaped, Killed
 from baton.sim.scenario import Scenario
 from baton.sim.scenario_requests import RequestSpec
 from baton.sim.worker import Worker

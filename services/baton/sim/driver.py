@@ -7,7 +7,7 @@ from typing import Any, Generic
 
 from baton.engine.step_builder import Step
 from baton.engine.step_loop import CALLS_SECONDS, TICK_SECONDS, C, Launched, StepPipeline
-from baton.sim.model import Escaped
+from baton.sim.runner import Escaped
 from baton.sim.world import Actor, World
 from baton.worker.ranks.runner import RanksLost
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from baton.engine.plan import PlanRow, RowResult
 from baton.layers.tensor_parallel import Shard
-from baton.sim.model import SimLaunchedStep, SimRunner, View, combined
+from baton.sim.runner import SimLaunchedStep, SimRunner, View, combined
 from baton.sim.world import Actor, World
 from baton.worker.ranks.channel import ChannelClosed
 from baton.worker.ranks.plan_codec import PlanDecoder

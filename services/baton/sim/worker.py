@@ -20,10 +20,11 @@ from baton.layers.tensor_parallel import Shard
 from baton.sim.driver import StepDriver
 from baton.sim.grammar import SimGrammar
 from baton.sim.host_tier import SimHostTier
-from baton.sim.model import STATE, VOCAB, Killed, SimLaunchedStep, SimPool, SimRunner
+from baton.sim.model import STATE, VOCAB, SimPool
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.process import Machine, SimProcess
 from baton.sim.ranks import SimRanks
+from baton.sim.runner import Killed, SimLaunchedStep, SimRunner
 from baton.sim.scheduler_rules import check_scheduler
 from baton.sim.streams import SimStreams, VirtualPrefillStream
 from baton.sim.tasks import Task, sleep
