@@ -187,8 +187,9 @@ class WorkerConfig(NodeConfig):
     """Size of these files together; the least recently used make room."""
     kv_events: str = ""
     """Where to publish what the caches hold, in vLLM's format for KV events (ZeroMQ, msgpack), for routers of
-    others: tcp://127.0.0.1:5557, tcp://*:5557 or ipc://PATH; port 0: a free one. Whoever can connect reads
-    the tokens of prompts and answers. Empty: nowhere. Needs the extra `kv-events`."""
+    others: tcp://127.0.0.1:5557, tcp://*:5557 or ipc://PATH; port 0: a free one. Of several workers that are
+    started together each takes the next port. Whoever can connect reads the tokens of prompts and answers.
+    Empty: nowhere. Needs the extra `kv-events`."""
     kv_events_replay: str = ""
     """Where those who have missed KV events ask for them again, likewise; empty: nowhere."""
     kv_events_topic: str = ""

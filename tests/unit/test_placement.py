@@ -96,3 +96,29 @@ def test_the_table_names_gpus_only_where_there_are_any(tmp_path, monkeypatch):
         )
         headers = [str(column.header) for column in process_table(deployment.children).columns]
         assert headers == columns if isinstance(columns, list) else len(headers) == columns
+
+
+def test_workers_publish_kv_events_at_addresses_of_their_own(tmp_path):
+    workers = {
+        "kv_events": "tcp://127.0.0.1:5557",
+        "kv_events_replay": "ipc:///tmp/replay",
+        "device": "cpu",
+    }
+    plan = DeploymentPlan(
+        settings={"prefill": workers, "decode": {**workers, "kv_events_replay": "tcp://127.0.0.1:0"}},
+        prefill=2,
+        log_folder=tmp_path,
+    )
+    deployment = Deployment(plan, Console(file=io.StringIO()))
+    found = {}
+    for child in deployment.children:
+        flags = deployment._arguments(child)
+        if "--kv-events" in flags:
+            found[child.name] = tuple(
+                flags[flags.index(f"--{name}") + 1] for name in ("kv-events", "kv-events-replay")
+            )
+    assert found == {
+        "prefill-0": ("tcp://127.0.0.1:5557", "ipc:///tmp/replay-0"),
+        "prefill-1": ("tcp://127.0.0.1:5558", "ipc:///tmp/replay-1"),
+        "decode-0": ("tcp://127.0.0.1:5559", "tcp://127.0.0.1:0"),
+    }

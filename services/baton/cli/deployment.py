@@ -91,6 +91,14 @@ class DeploymentPlan:
     """Print the children's logs."""
 
 
+def nth_address(address: str, number: int) -> str:
+    """A ZeroMQ address for worker `number`: as many ports on, or a file of its own."""
+    start, colon, port = address.rpartition(":")
+    if address.startswith("ipc://"):
+        return f"{address}-{number}"
+    return f"{start}:{int(port) + number}" if colon and port.isdecimal() and int(port) else address
+
+
 class Deployment:
     """`async with Deployment(plan, console)`: all processes are ready inside, and gone afterwards.
 
@@ -173,6 +181,10 @@ class Deployment:
             if self.plan.gateways > 1:
                 siblings = tuple(each for each in self._addresses("gateway") if each != child.address)
                 settings |= {"shared": self.address, "shared_http": self.http_address, "siblings": siblings}
+        for name in ("kv_events", "kv_events_replay"):
+            if settings.get(name):
+                workers = [each for each in self.children if each.role in ("prefill", "decode")]
+                settings[name] = nth_address(settings[name], workers.index(child))
         if role in ("gateway", "decode"):
             settings["prefill"] = self._addresses("prefill")
         return list(as_flags(ROLES[role], settings))
