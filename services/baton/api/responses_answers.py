@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.api.draft_usage import draft_usage
 from baton.api.openai_errors import CONTEXT_CODE, ApiError, said
 from baton.api.openai_fields import DroppedTool, Json
 from baton.api.responses_protocol import ResponsesRequest
@@ -219,6 +220,7 @@ def usage_of(finished: inference_pb2.Finished) -> Json:
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        **draft_usage(usage),
     }
 
 
