@@ -284,7 +284,8 @@ async def watch_cache():
     log = TreeLog(16)
     log.sequence = 900_000
     held = {row: (row + 1).to_bytes(8, "little") for row in range(350_000)}
-    log._held = held, held
+    for tier in log._digests:
+        tier.held.update(held)
     node = SimpleNamespace(
         incarnation=3,
         observed=0.0,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.engine.cuda_sampler import CudaSampler
+from baton.engine.device_slots import DeviceSlots
 from baton.engine.launched_step import LaunchedStep, PendingSampling
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow
@@ -68,7 +69,7 @@ def pending(slot: int) -> PendingSampling:
 
 
 def made(sampler: GrammarSampler) -> StepSampling:
-    return StepSampling(cast(Any, sampler), torch.zeros(9, dtype=torch.int32), None)
+    return StepSampling(cast(Any, sampler), DeviceSlots(8, 1, 0, CPU), None)
 
 
 def begin(sampling: StepSampling, step: LaunchedStep, slot: int) -> None:
@@ -144,7 +145,7 @@ def test_the_longest_row_of_a_decode_step_is_the_first(monkeypatch):
     runner, graphs = object.__new__(ModelRunner), cast(Any, Graphs())
     runner._slots = cast(Any, SimpleNamespace(changes=lambda rows, fresh: None))
     runner._sampler = sampler
-    runner._sampling = StepSampling(sampler, torch.zeros(9, dtype=torch.int32), None)
+    runner._sampling = StepSampling(sampler, DeviceSlots(8, 1, 0, CPU), None)
     runner._sampling.graphs = graphs
     for starts in ([5, 9, 700, 9, 1, 30], [9, 9, 2], [1, 2, 3], [4]):
         rows = tuple(PlanRow(7 - at, None, start, ((),), (7 - at,)) for at, start in enumerate(starts))

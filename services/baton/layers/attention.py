@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.layers.mla import MlaProjections
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
     """What a layer's attention does beside softmax(q k^T / sqrt(head_dim)) v over all earlier positions."""
 

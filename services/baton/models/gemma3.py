@@ -56,7 +56,7 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
             layer.under("self_attn"),
             index,
             ropes[kind],
-            options=AttentionOptions(hf.query_pre_attn_scalar**-0.5, window(config, index)),
+            options=AttentionOptions(scale=hf.query_pre_attn_scalar**-0.5, window=window(config, index)),
             norms=True,
             norm_plus_one=True,
         )

@@ -282,7 +282,9 @@ class TransformersModel:
                 scale = None
             if module.layer_idx in seen:
                 raise ModelError(f"{name}: layer {module.layer_idx} attends more than once")
-            own = AttentionOptions(scale, window, options.get("softcap"), options.get("s_aux"))
+            own = AttentionOptions(
+                scale=scale, window=window, softcap=options.get("softcap"), sinks=options.get("s_aux")
+            )
             seen[module.layer_idx] = _Seen((q.shape[1], k.shape[1], q.shape[-1]), own)
             return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
 
