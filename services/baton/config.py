@@ -248,8 +248,8 @@ class DecodeConfig(WorkerConfig):
     draft: str = "off"
     """Guess the next tokens, and verify them in one step; texts stay as they are. suffix: guesses what
     followed the last tokens before, in the same request or behind the same beginning; it pays where answers
-    repeat parts of their prompts. A path or id: a smaller model of the same vocabulary guesses, or an EAGLE-3
-    head or Medusa heads (on a CPU). off: no guesses."""
+    repeat parts of their prompts. A path or id (on a CPU): a smaller model of the same vocabulary, an EAGLE-3
+    head or Medusa heads guess. off: no guesses."""
     draft_tokens: int | None = None
     """Tokens that are guessed for a sequence in a step, as far as there are guesses; none: each step takes as
     many, up to 7, as pay by the measured times of steps."""

@@ -42,12 +42,14 @@ def check_draft(config: WorkerConfig, device: torch.device) -> None:
         raise failed_precondition("--draft with a model does not work with --tp; leave one of them out")
     if config.step_profile:
         raise failed_precondition("steps of --step-profile compute nothing: leave out --draft")
+    if device.type != "cpu":  # nobody has run it there
+        raise failed_precondition(
+            f"--draft {config.draft_model}: models draft on a CPU only; --draft suffix works"
+        )
     target = read_config(resolve(config.model), implementation=config.model_impl)
     path = resolve(config.draft_model)
     if not _is_head(_raw(path)):
         _read_draft(config, path, target)
-    elif device.type != "cpu":
-        raise failed_precondition(f"--draft {config.draft_model}: heads draft on a CPU only")
     elif target.implementation != "baton":
         text = f"heads need a model of Baton's own families, not {target.architecture}"
         raise failed_precondition(f"--draft {config.draft_model}: {text}")
@@ -105,7 +107,7 @@ def _model_drafter(
     made = make_runner(own, model, pool, prefill, decode, context)
     groups = len(layout.groups)
     return ModelDrafter(
-        made if device.type != "cpu" else TunedRunner(made, groups=groups),
+        TunedRunner(made, groups=groups),
         pages=pool.num_pages,
         page_size=layout.page_size,
         groups=groups,
