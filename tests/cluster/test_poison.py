@@ -19,12 +19,12 @@ import baton.engine.scheduler as scheduler
 
 commit = scheduler.Scheduler.commit
 
-def poisoned(self, step, result):
+def poisoned(self, step, result, *seconds):
     if any(record.sequence.request.params.seed == {POISON} for record in step.records):
         if "BATON_TEST_SILENT" in os.environ:
             os.abort()
         raise AssertionError("poison")
-    commit(self, step, result)
+    commit(self, step, result, *seconds)
 
 scheduler.Scheduler.commit = poisoned
 """

@@ -190,7 +190,7 @@ def _(announced: Wrong, fetches: Fetches[Fetch], fetch: Fetch, chunk: ChunkAnnou
     announced(fetches, fetch, replace(chunk, step=0), now)
 
 
-@bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, Fetches, "_stop", seed=244)
+@bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, Fetches, "_stop", seed=464)
 def _(stop: Wrong, fetches: Fetches[Fetch], pull: int, address: str) -> None:
     pass
 
@@ -237,12 +237,12 @@ def _(give_back: Wrong, slots: BatchSlots, slot: int, after_step: int) -> None:
     "commit",
     seed=11,
 )
-def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> None:
+def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult, *seconds: float) -> None:
     for record, row in zip(step.records, result.rows, strict=True):
         sequence = record.sequence
         if sequence.phase is SequencePhase.ENDED and sequence.finish is not None and row.tokens:
             scheduler.events.append(TokenEvent(sequence, row.tokens[0], None, None))
-    commit(scheduler, step, result)
+    commit(scheduler, step, result, *seconds)
 
 
 # --- KV groups ----------------------------------------------------------------------------------------------

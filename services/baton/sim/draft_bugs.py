@@ -65,9 +65,9 @@ def _(commit: Wrong, scheduler: Scheduler, record: Record, row: RowResult) -> No
 
 
 @bug("last-draft", "drafts are accepted one too far", 50, Scheduler, "commit", seed=25)
-def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> None:
+def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult, *seconds: float) -> None:
     rows = list(result.rows)
     for i, (planned, row) in enumerate(zip(step.plan.rows, rows, strict=True)):
         if planned.drafts and len(row.tokens) < planned.count and not row.error:
             rows[i] = RowResult((*row.tokens, planned.drafts[len(row.tokens) - 1]))
-    commit(scheduler, step, replace(result, rows=tuple(rows)))
+    commit(scheduler, step, replace(result, rows=tuple(rows)), *seconds)

@@ -10,7 +10,14 @@ from baton.kvcache.kv_groups import NO_PAGE
 from baton.sim.planting import Wrong, bug
 
 
-@bug("promoted-unchecked", "generations are not compared after a promotion", 100, HostTier, "_unchanged")
+@bug(
+    "promoted-unchecked",
+    "generations are not compared after a promotion",
+    100,
+    HostTier,
+    "_unchanged",
+    seed=288,
+)
 def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
     return len(copy.sources) if copy.up else int(unchanged(tier, copy))
 
