@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -39,6 +40,7 @@ class Node:
         self.disk = self.files.tier = DiskTier(self.host, self.files, layout, PAGE_BYTES)
         self.files.start(self.report)
         self.calls: list[object] = []
+        self.now = 0.0
 
     def copy(self, number, pairs, up) -> None:
         raise AssertionError("nothing is demoted here")
@@ -59,6 +61,15 @@ class Node:
             time.sleep(0.001)
         self.host.cache.check()
 
+    def settle(self) -> None:
+        """Until the writing thread has nothing left, and its reports are made."""
+        done = threading.Event()
+        self.files._writes.put(done.set)
+        assert done.wait(WAIT_SECONDS)
+        self.wait()
+        while self.calls:
+            self.calls.pop(0)()
+
     def put(self, tokens=TOKENS, namespace: str = "") -> None:
         """The host tier is given these tokens, and they are written."""
         cache, rows = self.host.cache, len(tokens) // SIZE
@@ -70,13 +81,15 @@ class Node:
         cache.commit(holding, tokens, namespace)
         cache.release(holding, 0)
         self.disk.offer(namespace, cache.encode(tokens))
-        self.disk.tick(0.0)
+        self.disk.tick(self.now)
         self.wait()
 
     def get(self, tokens=TOKENS, namespace: str = "") -> int:
         """Page indexes that the host tier holds after a read, each compared."""
         cache = self.host.cache
         key = cache.encode(tokens)
+        self.now += 1.0
+        self.disk.tick(self.now)
         rows = self.disk.readable(
             key, namespace, cache.match_length(key, namespace) // SIZE, len(tokens) // SIZE
         )
@@ -291,7 +304,7 @@ def test_a_directory_that_others_may_write_is_refused(tmp_path: Path):
 def test_unfinished_files_of_processes_that_are_gone_are_removed(node, tmp_path: Path):
     node().put()
     (found, *_) = files(tmp_path)
-    part, young = found.with_name(".x.1.1.part"), found.with_name(".y.1.1.part")
+    part, young = (found.with_name(f".{found.name}.{end}.1.part") for end in "ab")
     part.touch()
     young.touch()
     os.utime(part, (1, 1))
@@ -313,3 +326,91 @@ def test_pages_of_images_are_found_by_the_images(node):
         assert again.get(other) == before // SIZE
         assert again.get(one) == whole
         assert again.get([*one[: before + 9], *range(50, 50 + len(one) - before - 9)]) == (before + 9) // SIZE
+
+
+def test_what_is_damaged_is_not_read_until_its_files_are_gone(node, monkeypatch):
+    """Nor is it written again meanwhile; files of another process that nobody has seen yet go too."""
+    one, other = node(), node()
+    one.put()
+    gate = threading.Event()
+    one.files._writes.put(gate.wait)  # the writing thread is busy
+    one.host.withdraw("", one.host.cache.encode(TOKENS[:SIZE]))
+    assert one.get() == 0
+    one.disk.offer("", one.host.cache.encode(TOKENS))
+    one.disk.tick(0.0)
+    other.put(TOKENS[:SIZE] + TOKENS)
+    gate.set()
+    one.settle()
+    assert files(one.files._path) == [] and one.get() == 0
+    one.put()
+    assert one.get() == 6
+
+
+def test_a_disk_that_refuses_everything_ends_each_job(node, monkeypatch):
+    one = node()
+    one.put()
+    for path in files(one.files._path):
+        path.write_bytes(b"x" * path.stat().st_size)
+
+    def refuse(*args, **options):
+        raise OSError(30, "read-only file system")
+
+    again = node()
+    for name in ("unlink", "rename"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert again.get() == 0 and again.get() == 0
+    again.put(TOKENS[:SIZE] * 2)
+    assert again.disk.copies == 0 and not again.disk._writing
+    again.files._paused = 0.0
+    again.put([7] * SIZE * 3)
+    assert again.disk.faults["unwritable"] > 0
+
+
+def test_other_files_of_the_directory_are_left_alone(node, tmp_path: Path):
+    folder = tmp_path / "disk" / "go"
+    folder.mkdir(parents=True, mode=0o700)
+    (tmp_path / "disk").chmod(0o700)
+    (folder / "google").mkdir()
+    for name in ("go.mod", "x.part", "f" * 64 + "-0"):
+        (folder / name).write_bytes(b"m" * 5000)
+        os.utime(folder / name, (0, 0))
+    one = node(size=4000)
+    assert one.files.size == 0
+    for number in range(8):
+        one.put([number] * SIZE * 3)
+    assert one.files.evicted and sorted(each.name for each in folder.iterdir()) == sorted(
+        ["go.mod", "google", "x.part", "f" * 64 + "-0"]
+    )
+
+
+def test_several_processes_keep_to_the_size_together(node, tmp_path: Path):
+    nodes = [node(size=64_000) for _ in range(8)]
+    for number in range(60):
+        nodes[number % 8].put([number] * SIZE * 6)
+    assert sum(path.stat().st_size for path in files(tmp_path / "disk")) < 1.5 * 64_000
+
+
+def test_asking_again_while_nothing_has_changed_costs_nothing(node, monkeypatch):
+    one = node()
+    one.put()
+    other = node()
+    key = other.host.cache.encode(TOKENS)
+    assert other.disk.readable(key, "", 0, 6) == 6
+    monkeypatch.setattr(type(other.files), "__contains__", lambda self, name: pytest.fail("asked again"))
+    assert other.disk.readable(key, "", 0, 6) == 6
+
+
+def test_a_read_that_nobody_waits_for_is_not_begun(node):
+    one = node()
+    one.put()
+    other = node()
+    gate = threading.Event()
+    monkeypatched, other.files._read_page = other.files._read_page, lambda job, each: gate.wait() and "gone"
+    key = other.host.cache.encode(TOKENS)
+    other.disk.read(key, "", 2)
+    late = other.disk.read(key, "", 6)
+    late.running = False
+    other.files._read_page = monkeypatched
+    gate.set()
+    other.wait()
+    assert other.disk.faults["late"] == 6 or late.read_rows == 0

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from test_scheduler import Engine, check_outputs, request
 
 from baton.engine.draft.suffix import MOST_TOKENS, SuffixDrafter, SuffixIndex
-from baton.kvcache import PrefixTree
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.kvcache.page_keys import placeholder
 from baton.kvcache.tree_walk import TreeWalk
 
 
@@ -120,3 +121,19 @@ def test_a_step_of_a_row_takes_microseconds():
         sequence.tokens.append(rng.randrange(50_000))
         drafter.draft(sequence, 7)
     assert time.process_time() - began < 1000 * 50e-6
+
+
+@pytest.mark.timeout(20)
+def test_what_leads_to_an_image_is_no_way_onward():
+    tree = PrefixTree(4, images=True)
+    cache = KvCacheManager(PageAllocator(32), tree)
+    image = [placeholder(b"d" * 32, index) for index in range(2)]
+    for tokens in ([1, 2, 3, 4, 5, 6, *image], [1, 2, 3, 4, 9, 9, 9, 9]):
+        holding = cache.hold(tokens)
+        cache.extend(holding, 2)
+        cache.commit(holding, tokens, "", 99)
+        cache.release(holding, 0)
+    walk = TreeWalk(tree, "")
+    assert walk.onward([1, 2, 3, 4], 3) in ([], [9, 9, 9])
+    for tokens in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]):
+        assert walk.onward(tokens, 3) == []

@@ -6,11 +6,13 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 from hash_runner import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import Engine, check_outputs, request
 
+from baton.engine.draft.base import Drafter
 from baton.engine.draft.oracle import OracleDrafter, prompt_digest
 from baton.engine.draft.suffix import SuffixDrafter, SuffixIndex
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
@@ -203,3 +205,43 @@ def test_a_runner_that_only_takes_time_says_the_same_with_drafts():
     ]
     one, other = (runner.read(runner.launch(plan)).rows[0].tokens for plan in plans)
     assert one == other
+
+
+class Failing(Drafter):
+    def __init__(self, where):
+        self.where, self.asked = where, 0
+
+    def prepare(self, wanted):
+        self.fail("prepare")
+
+    def draft(self, sequence, most):
+        self.fail("draft")
+        return ()
+
+    def fail(self, where):
+        self.asked += 1
+        if where == self.where:
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("where", ["prepare", "draft"])
+def test_a_drafter_that_fails_costs_drafts_and_no_request(where):
+    r = request("a", range(10), max_tokens=20)
+    drafter = Failing(where)
+    engine = Engine(drafter=drafter, draft_tokens=3)
+    engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, [r])
+    assert "out of memory" in engine.scheduler.drafts.broken and drafter.asked <= 3
+
+
+def test_hidden_states_behind_images_reach_no_drafter():
+    """Which reads tokens, and an image's are none."""
+    engine = Engine(drafter=Failing("observe"), draft_tokens=3)
+    sequence = request("a", range(10)).sequences[0]
+    seen = []
+    engine.scheduler.drafts._drafter.observe = lambda *given: seen.append(given)
+    engine.scheduler.drafts.observe(sequence, torch.zeros(2, 4))
+    sequence.request.images = (object(),)
+    engine.scheduler.drafts.observe(sequence, torch.zeros(2, 4))
+    assert len(seen) == 1

@@ -12,6 +12,7 @@ from attention_rows import whole_sequence
 from baton.attention.torch_sdpa import TorchAttention
 from baton.config import DecodeConfig
 from baton.engine.draft.heads import HeadDrafter
+from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.kvcache.kv_pool import KvLayout, KvPool, PagePool, PoolLayout
 from baton.layers.batch import FINAL, HiddenTap
@@ -283,3 +284,15 @@ def test_heads_that_are_refused(checkpoint, tmp_path):
         changed = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
         with pytest.raises(ModelError, match=words):
             load_eagle3(save_head(tmp_path / "head", changed, VOCAB), model)
+
+
+def test_waiting_states_keep_no_more_than_themselves(checkpoint, tmp_path):
+    """They are a part of what a step has computed for all of its rows."""
+    save_head(tmp_path, random_head("midlayer", DRAFTS, VOCAB), VOCAB)
+    drafter = drafter_of(load_eagle3(tmp_path, load_model(checkpoint, torch.float32, "cpu")))
+    sequence = EngineRequest("a", tuple(range(1, 11)), SamplingParams(max_tokens=5)).sequences[0]
+    sequence.tokens.append(7)
+    step = torch.zeros(4096, len(LAYERS) * HIDDEN)
+    drafter.observe(sequence, 0, step[:10])
+    (state,) = drafter._waiting
+    assert sum(hidden.untyped_storage().nbytes() for _, hidden in state.waiting) == 10 * step.shape[1] * 4

@@ -248,6 +248,8 @@ def test_rows_that_follow_unread_drafts(seed):
     for name in ("starts", "wanted", "depths", "slots", "token_slots"):
         assert getattr(host, name).tolist() == getattr(known, name).tolist()
     assert host.follows == any(one.ahead for one in rows) and not known.follows
+    # Should this step's sampling fail, no draft of it was right.
+    assert all(there.right[one.slot] == 0 for one in rows)
     # What is sampled first is behind the token that it is sampled from.
     firsts = np.cumsum(host.depths) - host.depths
     assert known.targets.tolist() == [known.positions[known.wanted[at]] + 1 for at in firsts]

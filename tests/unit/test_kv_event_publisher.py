@@ -102,3 +102,35 @@ def test_an_address_in_use_is_named(tmp_path):
     with pytest.raises(BatonError, match=r"--kv-events: .* cannot be bound: Address already in use"):
         KvEventPublisher(PrefillConfig(kv_events=address))
     first.close()
+
+
+def test_what_is_withdrawn_is_removed_and_all_else_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_event_publisher, "PUBLISH_SECONDS", 0.01)
+    tree = PrefixTree(PAGE)
+    address = f"ipc://{tmp_path}/replay"
+    publisher = KvEventPublisher(PrefillConfig(kv_events="tcp://127.0.0.1:0", kv_events_replay=address))
+    replay = publisher._context.socket(zmq.DEALER)
+    replay.connect(address)
+    calls = []
+    publisher.start({"GPU": KvCacheManager(PageAllocator(100), tree)}, calls.append)
+
+    def until(count):
+        deadline = time.monotonic() + 20
+        while len(held(batches := read(replay))) != count:
+            assert time.monotonic() < deadline, batches
+            while calls:
+                calls.pop(0)()
+            time.sleep(0.01)
+        return batches
+
+    try:
+        tree.insert([0] * PAGE + [1] * PAGE, [(0,), (1,)])
+        tree.insert([2] * PAGE, [(2,)])
+        until(3)
+        tree.withdraw_prefix(tree.encode([0] * PAGE), "")
+        until(1)
+        tree.insert([3] * PAGE, [(3,)], "tenant")
+        batches = until(2)
+        assert sum(event["type"] == "AllBlocksCleared" for batch in batches for event in batch) == 1
+    finally:
+        publisher.close()

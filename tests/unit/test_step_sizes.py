@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from baton.config import WorkerConfig
-from baton.engine.chunk_graphs import CHUNK_SIZES, MIXTURE_CHUNK_SIZES, chunk_sizes
+from baton.engine.batch import HostBatch
+from baton.engine.chunk_graphs import (
+    CHUNK_SIZES,
+    MIXTURE_CHUNK_SIZES,
+    ChunkGraphs,
+    chunk_shapes,
+    chunk_sizes,
+    draft_shapes,
+)
+from baton.engine.plan import PlanRow
 from baton.worker.model import sized
 
 
@@ -43,3 +52,16 @@ def test_no_graph_is_longer_than_a_step_needs(mixture, budget, largest):
 
 def test_no_graph_is_longer_than_the_context():
     assert chunk_sizes(True, 2048, 1000)[-1] == 768 and chunk_sizes(True, 2048, 8) == ()
+
+
+def test_a_graph_has_room_for_all_that_is_sampled():
+    """The last chunk of a prompt samples for each of its choices."""
+    graphs = object.__new__(ChunkGraphs)
+    graphs._shapes = draft_shapes(7, 64) + chunk_shapes(CHUNK_SIZES, 64)
+    rows = [
+        PlanRow(0, None, 10, ((0,),), (0,), drafts=(1, 2, 3)),
+        PlanRow(1, [5, 6, 7], 16, ((1, 2),), (1, 2, 3, 4)),
+    ]
+    for step in (HostBatch.of(rows), HostBatch.of(rows[:1])):
+        shape = graphs.shape(step)
+        assert shape is not None and shape.rows >= len(step.slots) and shape.wanted >= len(step.wanted)

@@ -167,7 +167,8 @@ class ChunkGraphs:
 
     def shape(self, step: HostBatch) -> ChunkShape | None:
         """Of the graph for this step; None: no graph fits."""
-        tokens, rows, longest, wanted = step.tokens, len(step.rows), step.longest, len(step.wanted)
+        tokens, longest, wanted = step.tokens, step.longest, len(step.wanted)
+        rows = max(len(step.rows), len(step.slots))  # a prompt may sample for several
         for shape in self._shapes:
             fits = shape.tokens >= tokens and shape.rows >= rows and shape.wanted >= wanted
             if fits and shape.longest >= longest:

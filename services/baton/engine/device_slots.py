@@ -132,6 +132,11 @@ class DeviceSlots:
         positions.copy_(torch.where(follows, right - 1 - positions, positions))
         longer = self.right.index_select(0, row_slots) - lengths
         lengths.copy_(torch.where(lengths < 0, longer, lengths))
+        self.unsettle(row_slots.long())
+
+    def unsettle(self, slots: torch.Tensor) -> None:
+        """slots, int64, have been read: if the sampling of their rows fails, no draft of these was right."""
+        self.right.index_fill_(0, slots, 0)
 
 
 def _continues(known: tuple[int, ...], pages: tuple[int, ...]) -> bool:

@@ -275,6 +275,7 @@ class ModelRunner:
             batch = self._batch(host, every)
             logits = self._eager(batch, host, every, launched)
             if chained:
+                self._slots.unsettle(to_device(host.row_slots.astype(np.int64), self._device))
                 wanted = to_device(host.wanted, self._device)
                 where = batch.tokens.index_select(0, wanted), batch.positions.index_select(0, wanted)
                 chains = Chains(host.depths, *where)

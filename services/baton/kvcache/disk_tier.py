@@ -28,6 +28,8 @@ KNOWN_SECONDS = 30.0
 """A measured cost is forgotten after this time without a new one: a bad moment must not end reading."""
 FIRST_BYTES_PER_SECOND = 5e8
 """Assumed until reads have been measured."""
+FRESH_SECONDS = 0.05
+"""For so long nobody asks again which files there are."""
 MOST_OFFERED = 256
 """Prefixes that wait to be written; older ones are forgotten."""
 MOST_NAMES = 64
@@ -93,7 +95,8 @@ class PageFiles(Protocol):
         """Begins to read; DiskTier.read_ended is called when that has ended, in the step thread."""
 
     def remove(self, namespace: str, first: bytes) -> None:
-        """Begins to remove all files whose tokens begin with a page of these, 4 bytes each."""
+        """Begins to remove all files whose tokens begin with a page of these, 4 bytes each; DiskTier.removed
+        is called when that has ended, in the step thread."""
 
 
 @dataclass(slots=True)
@@ -120,6 +123,10 @@ class DiskTier:
         self._offered: OrderedDict[tuple[str, bytes], None] = OrderedDict()
         self._writing = False
         self._names: OrderedDict[tuple[str, bytes], PageNames] = OrderedDict()
+        self._withdrawn: Counter[tuple[str, bytes]] = Counter()
+        """What is damaged, and may still have files."""
+        self._asked: OrderedDict[tuple[str, bytes], tuple[float, int, int, int]] = OrderedDict()
+        """Of prompts: when `readable` was last computed, for what, and what it was."""
         self._meter = PullMeter()
         self._now = self._measured = 0.0
         host.disk = self
@@ -139,7 +146,19 @@ class DiskTier:
 
     def readable(self, key: bytes, namespace: str, begin: int, limit: int) -> int:
         """Leading page indexes of the tokens, `limit` at most, that the host tier would hold after a read; it
-        holds `begin` now."""
+        holds `begin` now. A waiting prompt asks in each step, and gets what was true a moment ago."""
+        asked = self._asked.get((namespace, key))
+        if asked is not None and asked[0] >= self._now - FRESH_SECONDS and asked[1:3] == (begin, limit):
+            return asked[3]
+        found = self._readable(key, namespace, begin, limit)
+        self._asked[namespace, key] = self._now, begin, limit, found
+        while len(self._asked) > MOST_NAMES:
+            self._asked.popitem(last=False)
+        return found
+
+    def _readable(self, key: bytes, namespace: str, begin: int, limit: int) -> int:
+        if self._is_withdrawn(namespace, key):
+            return begin
         names, rows = self._names_of(namespace, key), begin
         always = [i for i, group in enumerate(self._cache.groups) if not group.spec.rows_may_lack]
         while rows < limit and all(names.name(rows, group) in self.files for group in always):
@@ -182,6 +201,7 @@ class DiskTier:
         if job.pages and not bad:  # of rows that groups may lack there may be none
             self._meter.add(len(job.pages), max(seconds, 1e-6))
             self._measured = self._now
+        self._asked.pop((job.namespace, job.key), None)
         begin = job.holding.shared
         if rows > begin:
             job.read_rows = rows - begin
@@ -211,6 +231,8 @@ class DiskTier:
             self._write(namespace, key)
 
     def _write(self, namespace: str, key: bytes) -> None:
+        if self._is_withdrawn(namespace, key):
+            return
         holding = self._cache.hold(key, namespace)
         job = self._begin(namespace, key[: len(holding) * self._stride], holding, 0)
         job.pages = [each for each in job.pages if each.name not in self.files]
@@ -267,4 +289,14 @@ class DiskTier:
         for job in self._running.values():
             if job.namespace == namespace and job.key.startswith(first):
                 job.spoiled = True
+        self._withdrawn[namespace, first] += 1
+        self._asked.clear()
         self.files.remove(namespace, first)
+
+    def removed(self, namespace: str, first: bytes) -> None:
+        """The files are gone, as far as they could be removed."""
+        self._withdrawn[namespace, first] -= 1
+        self._withdrawn += Counter()  # drops what is zero
+
+    def _is_withdrawn(self, namespace: str, key: bytes) -> bool:
+        return any(name == namespace and key.startswith(first) for name, first in self._withdrawn)

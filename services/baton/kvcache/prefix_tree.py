@@ -22,6 +22,11 @@ _WITHDRAWN = "\udc00"
 """A lone surrogate, which begins namespaces that no message can name."""
 
 
+def is_withdrawn(namespace: str) -> bool:
+    """Whether what observers are told of this namespace is damaged, and found by nobody."""
+    return namespace.startswith(_WITHDRAWN)
+
+
 class TreeObserver(Protocol):
     """Called for each change, in the tree's thread; must return at once."""
 

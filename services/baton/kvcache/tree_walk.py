@@ -105,7 +105,7 @@ class TreeWalk:
         size = self._tree.page_size
         rest = array("I", tokens[node.end * size : (node.end + 1) * size]).tobytes()
         for child in islice(reversed(node.children.values()), CHILDREN):
-            if child.key.startswith(rest):
+            if child.key.startswith(rest) and self._page(child, child.first * size):
                 return child
         self._barren = node, len(node.children)
         return None

@@ -65,6 +65,8 @@ class PictureDecoder:
             if process is None or process.poll() is not None:
                 process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             return self._ask(process, data)
+        except OSError as error:
+            raise PictureBusy(f"no process for pictures can be started: {error.strerror}") from error
         finally:
             self._free.put(process)
             if self._closed and process is not None:

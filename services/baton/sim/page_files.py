@@ -81,5 +81,6 @@ class SimFiles:
             for name, found in list(self._disk.files.items()):
                 if page_file.begins_with(found, namespace, first):
                     del self._disk.files[name]
+            self._worker.steps.call(lambda core, at: self.tier.removed(namespace, first))
 
         self._later(now)

@@ -16,6 +16,7 @@ import msgspec
 from baton.config import WorkerConfig
 from baton.kvcache.kv_cache_manager import KvCacheManager
 from baton.kvcache.kv_events import Removed, RowDigests, Stored, TreeEvents, as_number
+from baton.kvcache.prefix_tree import is_withdrawn
 from baton.rpc.address import is_loopback
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _log = get_logger()
 
+AGAIN_SECONDS = 1.0
+"""After a failure all is told anew, no sooner than this."""
 PUBLISH_SECONDS = 0.05
 BATCH_TOKENS = 65536
 """Tokens in a batch, beyond which the next event begins another one."""
@@ -78,19 +81,29 @@ class FollowedTree:
         self.events: TreeEvents | None = None
         self._medium = medium
         self._digests = RowDigests(cache.page_size)
+        self._untold: set[int] = set()
+        """Hashes of rows that are withdrawn."""
 
     def begin(self, in_steps: InSteps) -> None:
         """Has all that it holds told anew."""
         before, self.events = self.events, TreeEvents()
         events = self.events
         self._digests.held.clear()
+        self._untold.clear()
         in_steps(lambda: self.cache.observe(events, before))
 
-    def message(self, event: Stored | Removed) -> BlockStored | BlockRemoved:
+    def message(self, event: Stored | Removed) -> BlockStored | BlockRemoved | None:
+        """None: readers need not know."""
         if isinstance(event, Removed):
-            return BlockRemoved(list(map(as_number, self._digests.removed(event))), self._medium)
+            gone = list(map(as_number, self._digests.removed(event)))
+            told = [each for each in gone if each not in self._untold]
+            self._untold.difference_update(gone)
+            return BlockRemoved(told, self._medium) if told else None
         parent = None if event.after is None else as_number(self._digests.held[event.after])
         hashes = list(map(as_number, self._digests.stored(event)))
+        if is_withdrawn(event.namespace):
+            self._untold.update(hashes)
+            return None
         names: list[tuple[str] | None] | None = None
         if event.namespace and event.after is None:
             names = [(event.namespace,), *[None] * (len(hashes) - 1)]
@@ -152,14 +165,17 @@ class KvEventPublisher:
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
-        self._begin()
-        while not self._closing.wait(PUBLISH_SECONDS):
+        begins, wait = True, 0.0
+        while not self._closing.wait(wait):
             try:
+                if begins:
+                    self._begin()
                 self._publish()
                 self._answer()
+                begins, wait = False, PUBLISH_SECONDS
             except Exception as error:
                 _log.error("KV events begin again", exc_info=error)
-                self._begin()
+                begins, wait = True, AGAIN_SECONDS
 
     def _begin(self) -> None:
         """Also of a new process: what readers know is another's."""
@@ -172,7 +188,9 @@ class KvEventPublisher:
         tokens = 0
         for tree in self._trees:
             while (events := tree.events) is not None and (event := events.take()) is not None:
-                batch.append(tree.message(event))
+                message = tree.message(event)
+                if message is not None:
+                    batch.append(message)
                 tokens += len(event.key) // 4 if isinstance(event, Stored) else len(event.rows)
                 if tokens >= BATCH_TOKENS:
                     self._send(batch)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +15,7 @@ from functools import partial
 from itertools import count as counter
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from stat import S_ISREG
 
 from baton.kvcache.disk_tier import DiskTier, FileJob, FilePage
 from baton.kvcache.page_file import CRC_BYTES, begin_bytes, begins_with, sealed
@@ -30,7 +34,13 @@ LEAVE = 0.95
 """Part of the size that eviction leaves."""
 ABANDONED_SECONDS = 600.0
 """An unfinished file of this age is nobody's."""
+SHARE = 1 / 32
+"""Part of the size that a process writes before it looks at what others have written: of as many processes
+the files may be so much more than the size."""
+CLOSE_SECONDS = 10.0
 PART = ".part"
+OWN = re.compile(r"\.?(?P<name>[0-9a-f]{64}-\d+)(?P<part>\.[0-9a-f.]+\.part)?")
+"""Names of files: finished and unfinished ones."""
 Report = Callable[[Callable[[], None]], None]
 """Has something called in the step thread."""
 
@@ -52,8 +62,12 @@ class PageDirectory:
         """Bytes of all files, as far as is known."""
         self.evicted = 0
         """Files that were removed to make room."""
+        self._process = secrets.token_hex(8)
+        """In names of unfinished files: processes of other hosts and containers may have the same number."""
         self._numbers = counter()
         self._paused = 0.0
+        self._unseen = 0
+        """Bytes written since the directory was last looked at."""
         self._report: Report = lambda call: None
         self._writes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._reads: SimpleQueue[FileJob | None] = SimpleQueue()
@@ -78,13 +92,13 @@ class PageDirectory:
             thread.start()
 
     def close(self) -> None:
-        """Waits for the jobs that run."""
+        """Waits for the jobs that run, but not for a disk that hangs."""
         self._writes.put(None)
         self._reads.put(None)
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
-        self._pool.shutdown()
+                thread.join(CLOSE_SECONDS)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     # --- PageFiles --------------------------------------------------------------------------------------
 
@@ -105,9 +119,18 @@ class PageDirectory:
     def _serve_reads(self) -> None:
         while (job := self._reads.get()) is not None:
             began = time.perf_counter()
-            faults = list(self._pool.map(partial(self._read_page, job), job.pages))
+            faults = ["late"] * len(job.pages)  # its request has been computed meanwhile
+            if job.running:
+                faults = list(self._pool.map(partial(self._read_or_fault, job), job.pages))
             seconds = time.perf_counter() - began
             self._report(partial(self.tier.read_ended, job.number, faults, seconds))
+
+    def _read_or_fault(self, job: FileJob, each: FilePage) -> str:
+        try:
+            return self._read_page(job, each)
+        except Exception as error:
+            _log.error("a page was not read", exc_info=error)
+            return "unreadable"
 
     def _read_page(self, job: FileJob, each: FilePage) -> str:
         """What was wrong; empty: nothing."""
@@ -132,8 +155,8 @@ class PageDirectory:
         if wrong:
             # Written anew when the page is given up the next time.
             self._known.pop(each.name, None)
-            path.unlink(missing_ok=True)
-            _log.warning("a file of the disk tier was removed", path=str(path), why=wrong)
+            _discard(path)
+            _log.warning("a file of the disk tier is not as it should be", path=str(path), why=wrong)
         else:
             self._known[each.name] = (size, now)
         return wrong
@@ -150,8 +173,8 @@ class PageDirectory:
                 job()
             except Empty:
                 pass
-            except OSError as error:
-                _log.warning("the disk tier's directory", error=str(error))
+            except Exception as error:
+                _log.error("the disk tier's directory", exc_info=error)
             if time.monotonic() - scanned >= SCAN_SECONDS:
                 self._look_again()
                 scanned = time.monotonic()
@@ -164,8 +187,15 @@ class PageDirectory:
             _log.warning("the disk tier's directory cannot be read", error=error.strerror)
 
     def _write(self, job: FileJob) -> None:
-        faults = [self._write_page(job, each) for each in job.pages]
+        faults = [self._write_or_fault(job, each) for each in job.pages]
         self._report(partial(self.tier.written, job.number, faults))
+
+    def _write_or_fault(self, job: FileJob, each: FilePage) -> str:
+        try:
+            return self._write_page(job, each)
+        except Exception as error:
+            _log.error("a page was not written", exc_info=error)
+            return "unwritable"
 
     def _write_page(self, job: FileJob, each: FilePage) -> str:
         if time.monotonic() < self._paused:
@@ -173,8 +203,10 @@ class PageDirectory:
         path, page = self._file(each.name), self._page(each.page)
         begin = sealed(job.header(each), page)
         size = len(begin) + len(page)
-        part = path.with_name(f".{each.name}.{os.getpid()}.{next(self._numbers)}{PART}")
+        part = path.with_name(f".{each.name}.{self._process}.{next(self._numbers)}{PART}")
         try:
+            if self._unseen > SHARE * self._limit:
+                self._scan()  # what others have written counts, too
             self._evict(size)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -187,10 +219,11 @@ class PageDirectory:
         except OSError as error:
             self._paused = time.monotonic() + PAUSE_SECONDS
             _log.warning("a page was not written", path=str(path), error=error.strerror)
-            part.unlink(missing_ok=True)
+            _discard(part)
             return "full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "unwritable"
         self._known[each.name] = (size, time.time())
         self.size += size
+        self._unseen += size
         return ""
 
     def _evict(self, more: int) -> None:
@@ -200,12 +233,19 @@ class PageDirectory:
         for name, (size, _) in sorted(self._known.items(), key=lambda item: item[1][1]):
             if self.size + more <= LEAVE * self._limit:
                 return
-            self._file(name).unlink(missing_ok=True)
+            _discard(self._file(name))
             self._known.pop(name, None)
             self.evicted += 1
             self.size -= size
 
     def _remove(self, namespace: str, first: bytes) -> None:
+        try:
+            self._remove_all(namespace, first)
+        finally:
+            self._report(lambda: self.tier.removed(namespace, first))
+
+    def _remove_all(self, namespace: str, first: bytes) -> None:
+        self._scan()  # other processes' files, too
         for name in list(self._known):
             path = self._file(name)
             try:
@@ -214,7 +254,7 @@ class PageDirectory:
             except OSError:
                 continue
             if begins_with(found, namespace, first):
-                path.unlink(missing_ok=True)
+                _discard(path)
                 self._known.pop(name, None)
 
     # --- the directory ----------------------------------------------------------------------------------
@@ -232,10 +272,21 @@ class PageDirectory:
                         continue
 
     def _scan(self) -> None:
+        """Looks at the directory's own files; all others are left alone."""
         found: dict[str, tuple[int, float]] = {}
         for entry, stat in self._entries():
-            if not entry.name.endswith(PART):
+            if not S_ISREG(stat.st_mode) or (own := OWN.fullmatch(entry.name)) is None:
+                continue
+            if self._file(own["name"]).parent != Path(entry.path).parent:
+                continue
+            if own["part"] is None:
                 found[entry.name] = (stat.st_size, stat.st_mtime)
             elif time.time() - stat.st_mtime > ABANDONED_SECONDS:
-                Path(entry.path).unlink(missing_ok=True)
-        self._known, self.size = found, sum(size for size, _ in found.values())
+                _discard(Path(entry.path))
+        self._known, self.size, self._unseen = found, sum(size for size, _ in found.values()), 0
+
+
+def _discard(path: Path) -> None:
+    """Removes the file, if that can be done."""
+    with contextlib.suppress(OSError):
+        path.unlink()

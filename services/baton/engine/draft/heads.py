@@ -124,7 +124,8 @@ class HeadDrafter(Drafter):
         # What is computed again, after a retraction, is known.
         known = max(0, state.seen - start)
         if known < len(hidden):
-            state.waiting.append((start + known, hidden[known:]))
+            # A copy: it is a part of what the whole step has computed.
+            state.waiting.append((start + known, hidden[known:].clone()))
             state.seen = start + len(hidden)
             self._waiting[state] = None
 
@@ -179,7 +180,7 @@ class HeadDrafter(Drafter):
             start, hidden = state.waiting.pop(0)
             count = min(len(hidden), budget, known - 1 - start)
             if count < len(hidden):
-                state.waiting.insert(0, (start + count, hidden[count:]))
+                state.waiting.insert(0, (start + count, hidden[count:].clone()))
             if count < 1:
                 break
             work.positions += range(start, start + count)

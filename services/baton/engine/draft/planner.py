@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -26,6 +27,8 @@ class DraftPlanner:
         extend: Callable[[TokenSequence, int], bool],
     ) -> None:
         """`extend(sequence, rows)`: gives the sequence so many page indexes, if there are pages."""
+        self.broken = ""
+        """Why the drafter is not asked any more; empty: it is."""
         self.lengths = DraftLengths(graph_tokens if config.draft_padding else None, drafter.computes)
         self.name = type(drafter).__name__.removesuffix("Drafter").lower()
         self.drafted = [0] * config.draft_tokens
@@ -43,20 +46,14 @@ class DraftPlanner:
         """Drafts behind the last tokens of `rows`, the step's decode rows; of those that have any. There are
         pages for them, and all may be delivered. Half of the token budget is left to prompts. Of a sequence
         with unread drafts they are as many more: see PlanRow.ahead."""
+        if self.broken:
+            return {}
         config, lengths = self._config, self.lengths
         room = config.token_budget // 2 - len(rows)
         wanted = [(sequence, most) for sequence in rows if (most := self._most(sequence, room, step)) > 0]
-        # The drafter does not know the tokens in flight, and guesses them too.
-        self._drafter.prepare([(sequence, sequence.unread + most) for sequence, most in wanted])
         found: dict[TokenSequence, Drafts] = {}
-        for sequence, most in wanted:
-            unread, stops = sequence.unread, sequence.request.params.stop_token_ids
-            guess = self._drafter.draft(sequence, unread + min(most, room))[unread - sequence.drafted :]
-            # Nothing follows a stop token; a grammar cannot even say what might.
-            drafts = tuple(guess[: next((i for i, token in enumerate(guess) if token in stops), None)])
-            if len(drafts) > sequence.drafted:
-                found[sequence] = drafts
-                room -= 0 if config.draft_adaptive else len(drafts) - sequence.drafted
+        with self._guarded():
+            found = self._guesses(wanted, room)
         if config.draft_adaptive and found:
             budget = config.token_budget - len(rows)
             chosen = lengths.choose(
@@ -73,6 +70,21 @@ class DraftPlanner:
             pairs = zip(found.items(), chosen, strict=True)
             found = {s: drafts[: s.drafted + count] for (s, drafts), count in pairs if count}
         return {sequence: self._with_pages(sequence, drafts) for sequence, drafts in found.items()}
+
+    def _guesses(self, wanted: Sequence[tuple[TokenSequence, int]], room: int) -> dict[TokenSequence, Drafts]:
+        """What the drafter guesses for each sequence that it has a guess for."""
+        # It does not know the tokens in flight, and guesses them too.
+        self._drafter.prepare([(sequence, sequence.unread + most) for sequence, most in wanted])
+        found: dict[TokenSequence, Drafts] = {}
+        for sequence, most in wanted:
+            unread, stops = sequence.unread, sequence.request.params.stop_token_ids
+            guess = self._drafter.draft(sequence, unread + min(most, room))[unread - sequence.drafted :]
+            # Nothing follows a stop token; a grammar cannot even say what might.
+            drafts = tuple(guess[: next((i for i, token in enumerate(guess) if token in stops), None)])
+            if len(drafts) > sequence.drafted:
+                found[sequence] = drafts
+                room -= 0 if self._config.draft_adaptive else len(drafts) - sequence.drafted
+        return found
 
     def _most(self, sequence: TokenSequence, room: int, step: int) -> int:
         """How many drafts the drafter is asked for."""
@@ -103,7 +115,17 @@ class DraftPlanner:
 
     def observe(self, sequence: TokenSequence, hidden: torch.Tensor) -> None:
         """The hidden states of the last tokens that have retired."""
-        self._drafter.observe(sequence, sequence.retired - len(hidden), hidden)
+        if not self.broken and not sequence.request.images:
+            with self._guarded():
+                self._drafter.observe(sequence, sequence.retired - len(hidden), hidden)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What a drafter fails at costs drafts, not requests."""
+        try:
+            yield
+        except Exception as error:
+            self.broken = f"the drafter failed, and rows have no drafts any more: {error!r}"
 
     def verified(self, sequence: TokenSequence, kind: DraftKind, count: int, right: int) -> None:
         """Of `count` drafts of the sequence the first `right` were right."""

@@ -215,6 +215,9 @@ class DecodeShell(WorkerShell[DecodeCore]):
             text += f"{self.config.pull_seconds:g} s"
             alone = not self.peers.usable - set(overdue)
             yield node_pb2.Problem(reason="PULL_STUCK", message=text, stops_serving=alone)
+        drafts = self.core_or_none.scheduler.drafts if self.core_or_none is not None else None
+        if drafts is not None and drafts.broken:
+            yield node_pb2.Problem(reason="DRAFTER_FAILED", message=drafts.broken)
         lost = self.peers.lost()
         if lost:
             text = f"prompts are not handed off to {'; '.join(lost)}"
