@@ -23,6 +23,8 @@ AttentionBackendName = Literal[
 
 MOST_DRAFTS = 7
 """Of a row, where each step chooses how many it takes."""
+MTP = "mtp"
+"""In `draft`: the checkpoint's own layers of multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +219,7 @@ class WorkerConfig(NodeConfig):
 
     @property
     def draft_model(self) -> str:
-        """Path or id of the model that guesses; empty: none does."""
+        """Path or id of the model that guesses, or MTP; empty: none does."""
         return ""
 
 
@@ -248,8 +250,9 @@ class DecodeConfig(WorkerConfig):
     draft: str = "off"
     """Guess the next tokens, and verify them in one step; texts stay as they are. suffix: guesses what
     followed the last tokens before, in the same request or behind the same beginning; it pays where answers
-    repeat parts of their prompts. A path or id (on a CPU): a smaller model of the same vocabulary, an EAGLE-3
-    head or Medusa heads guess. off: no guesses."""
+    repeat parts of their prompts. mtp (on a CPU): the checkpoint's own layer of multi-token prediction
+    guesses. A path or id (on a CPU): a smaller model of the same vocabulary, an EAGLE-3 head or Medusa heads
+    guess. off: no guesses."""
     draft_tokens: int | None = None
     """Tokens that are guessed for a sequence in a step, as far as there are guesses; none: each step takes as
     many, up to 7, as pay by the measured times of steps."""

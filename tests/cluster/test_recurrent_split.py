@@ -1,5 +1,5 @@
 """Models with recurrent layers, through all processes: handed off, cached, forked, retracted, resumed; drafts
-are right seven times of ten."""
+are right seven times of ten, or made by the checkpoint's own layer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from asking import ask, greedy
 from checkpoints import make_tokenizer
 from deployment import Deployment
 from polling import until
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config, Qwen3_5TextConfig
 
 from baton.client import AsyncClient
 from baton.engine.draft.oracle import prompt_digest
+from baton.layers.parameters import Parameters
+from baton.models.config import read_config
+from baton.models.qwen3_5 import build_mtp
 
 OUTPUT = 48
 LENGTHS = (15, 16, 17, 40, 63, 64, 65, 130)
@@ -82,11 +86,24 @@ def model(name):
     return AutoModelForCausalLM.from_config(make(**{**_ALL, **options})).eval()
 
 
+def add_mtp(path):
+    """A layer of multi-token prediction, of random weights, which one of the decode nodes drafts by."""
+    parameters = Parameters(torch.float32, torch.device("meta"))
+    build_mtp(read_config(path), parameters)
+    tensors = load_file(path / "model.safetensors")
+    for name, parameter in parameters.table.items():
+        tensors[name] = 0.15 * torch.randn(parameter.shape)
+    save_file(tensors, path / "model.safetensors")
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, deployments, name, model, expected):
     folder = tmp_path_factory.mktemp("recurrent")
     path = folder / "model"
     model.save_pretrained(path)
+    mtp = name == "qwen3.5"
+    if mtp:
+        add_mtp(path)
     make_tokenizer().save_pretrained(path)
     flags = ("--page-size", "16", "--token-budget", "32", "--max-rows", "8")
     decode = (
@@ -109,7 +126,10 @@ def pair(tmp_path_factory, deployments, name, model, expected):
     )
     lines = [json.dumps({"prompt": prompt_digest(prompt), "tokens": tokens}) for prompt, tokens in expected]
     (folder / "known").write_text("\n".join(lines))
-    for process in deployment.of("decode"):
+    one, other = deployment.of("decode")
+    if mtp:
+        other.flags[other.flags.index("suffix")] = "mtp"
+    for process in (one,) if mtp else (one, other):
         process.prelude = f"import os\nos.environ['BATON_TEST_ORACLE'] = '{folder}/known:0.7'\n"
     with deployment:
         deployments.append(deployment)
@@ -156,8 +176,10 @@ async def test_tokens_are_those_of_transformers(pair, expected, cached):
     # What is retracted or cached may lack so little that the decode node computes it by itself.
     assert any(found.stats.prefill_address == pair.prefill.address for found in results)
     loads = await retracted(pair, expected)
-    drafted, right = (sum(getattr(load, f) for load in loads) for f in ("drafted_tokens", "accepted_drafts"))
+    told = [load for load in loads if load.drafter == "oracle"]
+    drafted, right = (sum(getattr(load, f) for load in told) for f in ("drafted_tokens", "accepted_drafts"))
     assert 0.1 * drafted < right < 0.9 * drafted
+    assert all(load.drafted_tokens > 100 for load in loads)
 
 
 async def test_streams_of_a_killed_node_go_on(pair, expected):

@@ -226,38 +226,12 @@ class Decoder:
             rope.prepare(positions, self.dtype, self.device)
         if self.config.tied and self.head.quantized is not None and isinstance(self.embedding, torch.Tensor):
             self.head.quantized.fill(0, self.embedding)
-        if self.device.type == "cuda":
-            for linear in self.parameters.linears:
-                if linear.quantized is not None:
-                    from baton.layers.kernels.quantized_linear import KernelProduct
-
-                    linear.use(KernelProduct, self.dtype)
+        prepare_linears(self.parameters)
         if self.device.type == "cpu":
-            self._pack()
             for parameter in self.parameters.table.values():  # what has been packed is held no more
                 parameter.target = torch.empty(0, device="meta")
             if self.config.tied and self.dtype.itemsize > 2 and isinstance(self.embedding, torch.Tensor):
                 self.embedding = narrowed(self.embedding)
-
-    def _pack(self) -> None:
-        """With several ranks nothing is measured: layouts round differently, and what all ranks compute, such
-        as which experts a token has, must have the same bits everywhere."""
-        several = self.shard.size > 1
-        layouts: dict[tuple[torch.Size, torch.dtype], WeightLayout] = {}
-        products: dict[tuple[int, int, tuple[int, int]], MakeProduct] = {}
-        for linear in self.parameters.linears:
-            weight, quantized = linear.weight, linear.quantized
-            if quantized is not None:
-                own = quantized.bits, quantized.group, quantized.shape
-                if own not in products:
-                    products[own] = fastest_product(quantized, self.dtype, measure=not several)
-                linear.pack_quantized(products[own], self.dtype)
-                continue
-            assert weight is not None
-            kind = weight.shape, weight.dtype
-            if kind not in layouts:
-                layouts[kind] = Transposed if several else fastest_layout(weight)
-            linear.pack(layouts[kind])
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """-> final normalized hidden states [tokens, hidden]"""
@@ -314,6 +288,36 @@ class Decoder:
         if rows > logits.shape[1]:
             logits = F.pad(logits, (0, rows - logits.shape[1]))
         return self.communicator.gather(logits)[:, : self.config.vocab_size]
+
+
+def prepare_linears(parameters: Parameters) -> None:
+    """Once they are filled: on a GPU gives quantized ones their kernels, on a CPU brings each into the layout
+    that computes fastest. With several ranks nothing is measured: layouts round differently, and what all
+    ranks compute, such as which experts a token has, must have the same bits everywhere."""
+    dtype, several = parameters.dtype, parameters.shard.size > 1
+    if parameters.device.type == "cuda":
+        for linear in parameters.linears:
+            if linear.quantized is not None:
+                from baton.layers.kernels.quantized_linear import KernelProduct
+
+                linear.use(KernelProduct, dtype)
+    if parameters.device.type != "cpu":
+        return
+    layouts: dict[tuple[torch.Size, torch.dtype], WeightLayout] = {}
+    products: dict[tuple[int, int, tuple[int, int]], MakeProduct] = {}
+    for linear in parameters.linears:
+        weight, quantized = linear.weight, linear.quantized
+        if quantized is not None:
+            own = quantized.bits, quantized.group, quantized.shape
+            if own not in products:
+                products[own] = fastest_product(quantized, dtype, measure=not several)
+            linear.pack_quantized(products[own], dtype)
+            continue
+        assert weight is not None
+        kind = weight.shape, weight.dtype
+        if kind not in layouts:
+            layouts[kind] = Transposed if several else fastest_layout(weight)
+        linear.pack(layouts[kind])
 
 
 def narrowed(embedding: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from baton.layers.mla import MlaAttention
 from baton.layers.moe import Routing
 from baton.layers.parameters import Parameters
 from baton.models import deepseek_v2, llama
 from baton.models.config import ModelConfig, require_silu
 from baton.models.decoder import Decoder, FeedForward
+from baton.models.mtp_layer import MtpLayer
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
@@ -16,8 +18,15 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     deepseek_v2.require(config, "moe_layer_freq", 1)
     deepseek_v2.require(config, "scoring_func", "sigmoid")
     deepseek_v2.require(config, "topk_method", "noaux_tc")
-    attention = partial(deepseek_v2.attention, interleaved=config.hf.rope_interleave)
-    return llama.llama_like(config, parameters, feed_forward, attention)
+    return llama.llama_like(config, parameters, feed_forward, _attention(config))
+
+
+def build_mtp(config: ModelConfig, parameters: Parameters) -> MtpLayer:
+    return llama.nextn_layer(config, parameters, feed_forward, _attention(config))
+
+
+def _attention(config: ModelConfig) -> partial[MlaAttention]:
+    return partial(deepseek_v2.attention, interleaved=config.hf.rope_interleave)
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> FeedForward:

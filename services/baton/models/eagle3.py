@@ -19,12 +19,11 @@ from baton.checkpoint_limits import read_json
 from baton.layers.attention import Attention, AttentionOptions
 from baton.layers.batch import Batch
 from baton.layers.cache_spec import CacheSpec
-from baton.layers.linear import fastest_layout
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.models.config import ModelConfig, ModelError, make_rope
-from baton.models.decoder import Decoder, DecoderLayer
+from baton.models.decoder import Decoder, DecoderLayer, prepare_linears
 from baton.models.llama import feed_forward, llama_attention
 from baton.models.loader import read_weights
 from baton.models.tensor_files import tensor_files
@@ -162,9 +161,7 @@ class Eagle3Head:
     def prepare(self) -> None:
         """Once its parameters are filled."""
         self._rope.prepare(self.config.used_length, self._target.dtype, self._target.device)
-        for linear in self.parameters.linears:
-            if linear.weight is not None and self._target.device.type == "cpu":
-                linear.pack(fastest_layout(linear.weight))
+        prepare_linears(self.parameters)
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's states, [tokens, 3 of its hidden sizes] -> [tokens, hidden]"""

@@ -5,16 +5,26 @@ from __future__ import annotations
 
 from functools import partial
 
-from baton.layers.attention import NONE
+from baton.layers.attention import NONE, Attention
 from baton.layers.parameters import Parameters
 from baton.models.config import ModelConfig, make_rope, require_silu
 from baton.models.decoder import Decoder
 from baton.models.deepseek_v3 import feed_forward
-from baton.models.llama import llama_attention, llama_like
+from baton.models.llama import llama_attention, llama_like, nextn_layer
+from baton.models.mtp_layer import MtpLayer
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     """A sliding_window means nothing."""
     require_silu(config)
-    attention = partial(llama_attention, options=NONE, output_bias=False, norms=config.hf.use_qk_norm)
-    return llama_like(config, parameters, feed_forward, attention, make_rope(config, partial=True))
+    rope = make_rope(config, partial=True)
+    return llama_like(config, parameters, feed_forward, _attention(config), rope)
+
+
+def build_mtp(config: ModelConfig, parameters: Parameters) -> MtpLayer:
+    rope = make_rope(config, partial=True)
+    return nextn_layer(config, parameters, feed_forward, _attention(config), rope)
+
+
+def _attention(config: ModelConfig) -> partial[Attention]:
+    return partial(llama_attention, options=NONE, output_bias=False, norms=config.hf.use_qk_norm)

@@ -12,6 +12,7 @@ from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models.config import ModelConfig, make_rope, require_silu, window
 from baton.models.decoder import Decoder, DecoderLayer, FeedForward
+from baton.models.mtp_layer import MtpLayer
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
@@ -64,21 +65,45 @@ def llama_like(
     None: whole heads are rotated."""
     rope = rope or make_rope(config)
     for index in range(getattr(config.hf, "num_nextn_predict_layers", None) or 0):
-        # They predict further tokens, for speculation, and are not used.
+        # They predict further tokens, for speculation: `models.mtp` reads them.
         parameters.ignore(f"model.layers.{config.num_layers + index}.")
-    hidden, eps = config.hidden_size, config.rms_norm_eps
     layers = []
     for index in range(config.num_layers):
         own = parameters.under(f"model.layers.{index}")
-        layers.append(
-            DecoderLayer(
-                RmsNorm(own, "input_layernorm", hidden, eps),
-                attention(config, own.under("self_attn"), index, rope),
-                RmsNorm(own, "post_attention_layernorm", hidden, eps),
-                feed_forward(config, own, index),
-            )
-        )
+        mixer, rest = attention(config, own.under("self_attn"), index, rope), feed_forward(config, own, index)
+        layers.append(_layer(config, own, mixer, rest))
     return Decoder(config, parameters, layers)
+
+
+def nextn_layer(
+    config: ModelConfig,
+    parameters: Parameters,
+    feed_forward: Callable[[ModelConfig, Parameters, int], FeedForward],
+    attention: Callable[[ModelConfig, Parameters, int, Rope], AttentionModule],
+    rope: Rope | None = None,
+) -> MtpLayer:
+    """The first layer behind the model's own, in DeepSeek's layout (num_nextn_predict_layers); see
+    `llama_like`."""
+    index, hidden, eps = config.num_layers, config.hidden_size, config.rms_norm_eps
+    own = parameters.under(f"model.layers.{index}")
+    mixer = attention(config, own.under("self_attn"), 0, rope or make_rope(config))
+    return MtpLayer(
+        RmsNorm(own, "enorm", hidden, eps),
+        RmsNorm(own, "hnorm", hidden, eps),
+        own.linear({"eh_proj": hidden}, 2 * hidden),
+        _layer(config, own, mixer, feed_forward(config, own, index)),
+        RmsNorm(own, "shared_head.norm", hidden, eps),
+    )
+
+
+def _layer(
+    config: ModelConfig, own: Parameters, attention: AttentionModule, feed_forward: FeedForward
+) -> DecoderLayer:
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    before = RmsNorm(own, "input_layernorm", hidden, eps)
+    return DecoderLayer(
+        before, attention, RmsNorm(own, "post_attention_layernorm", hidden, eps), feed_forward
+    )
 
 
 def feed_forward(

@@ -258,7 +258,7 @@ def load_model(
     _check_shard(parameters, model)
     report = progress or (lambda done, total: None)
     if load_format == "dummy":
-        _fill(parameters, report)
+        fill_at_random(parameters, report)
     else:
         read_weights(path, parameters, report)
         if config.tied and not shard.rank:
@@ -363,7 +363,7 @@ def indivisible(specs: Sequence[CacheSpec], tp: int, kv_dtype: str) -> str | Non
     return None
 
 
-def _fill(parameters: Parameters, report: LoadingProgress) -> None:
+def fill_at_random(parameters: Parameters, report: LoadingProgress) -> None:
     """Normal with deviation 1 / sqrt(inputs), so that activations neither vanish nor explode."""
     progress = _CopyProgress(parameters.nbytes, report)
     filling = Filling()

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from baton.checkpoint_limits import read_json
-from baton.layers.linear import Linear, fastest_layout
+from baton.layers.linear import Linear
 from baton.layers.parameters import Parameters
 from baton.models.config import ModelError
-from baton.models.decoder import Decoder
+from baton.models.decoder import Decoder, prepare_linears
 from baton.models.loader import read_weights
 from baton.models.tensor_files import tensor_files
 
@@ -50,12 +50,6 @@ class MedusaHeads:
             name = f"{start}{index}.{depth}" if listed else f"{start}lm_heads.{index}"
             self.heads.append((layers, parameters.linear({name: vocab}, size)))
 
-    def prepare(self, device: torch.device) -> None:
-        """Once the parameters are filled."""
-        for linear in self.parameters.linears:
-            if linear.weight is not None and device.type == "cpu":
-                linear.pack(fastest_layout(linear.weight))
-
     def logits(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states [rows, hidden] at positions p -> float32 [rows, vocab] for positions
         p + 2 + head."""
@@ -72,5 +66,5 @@ def load_medusa(path: Path, target: Decoder) -> MedusaHeads:
     if not heads.heads:
         raise ModelError(f"{path}: config.json does not say how many Medusa heads there are (num_heads)")
     read_weights(path, heads.parameters, lambda done, total: None)
-    heads.prepare(target.device)
+    prepare_linears(heads.parameters)
     return heads

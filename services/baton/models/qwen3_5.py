@@ -7,6 +7,7 @@ from baton.layers.parameters import Parameters
 from baton.models import qwen3_next
 from baton.models.config import ModelConfig
 from baton.models.decoder import Decoder
+from baton.models.qwen3_next import build_mtp as build_mtp
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:

@@ -10,14 +10,16 @@ from baton.layers.mlp import GatedMlp
 from baton.layers.moe import Experts, GatedExpert, Mixture, MoeGate, Routing
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
+from baton.layers.rope import Rope
 from baton.models.config import ModelConfig, ModelError, make_rope, require_silu
 from baton.models.decoder import Decoder, DecoderLayer, FeedForward
+from baton.models.mtp_layer import MtpLayer
 
 
 def build(config: ModelConfig, parameters: Parameters, *, by_key_head: bool = True) -> Decoder:
-    """`by_key_head`: see GatedDeltaNet. Layers that predict further tokens, for speculation, are not used."""
+    """`by_key_head`: see GatedDeltaNet."""
     require_silu(config)
-    parameters.ignore("mtp.")
+    parameters.ignore("mtp.")  # read by `models.mtp`
     rope = make_rope(config, partial=True)
     hf, hidden, eps = config.hf, config.hidden_size, config.rms_norm_eps
     layers = []
@@ -28,31 +30,57 @@ def build(config: ModelConfig, parameters: Parameters, *, by_key_head: bool = Tr
             under = own.under("linear_attn")
             mixer = GatedDeltaNet(under, index, hidden, _shape(config), eps, by_key_head=by_key_head)
         elif kind == "full_attention":
-            mixer = Attention(
-                own.under("self_attn"),
-                index,
-                hidden,
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                rope,
-                qkv_bias=bool(hf.attention_bias),
-                output_bias=bool(hf.attention_bias),
-                norm_eps=eps,
-                norm_plus_one=True,
-                gated=True,
-            )
+            mixer = _attention(config, own.under("self_attn"), index, rope)
         else:
             raise ModelError(f"layer_types has {kind!r}; supported are linear_attention and full_attention")
-        layers.append(
-            DecoderLayer(
-                RmsNorm(own, "input_layernorm", hidden, eps, plus_one=True),
-                mixer,
-                RmsNorm(own, "post_attention_layernorm", hidden, eps, plus_one=True),
-                _feed_forward(config, own.under("mlp"), index),
-            )
-        )
+        layers.append(_layer(config, own, mixer, index))
     return Decoder(config, parameters, layers, norm_plus_one=True)
+
+
+def build_mtp(config: ModelConfig, parameters: Parameters) -> MtpLayer:
+    """Raises ModelError for what is not supported."""
+    if getattr(config.hf, "mtp_use_dedicated_embeddings", False):
+        raise ModelError("layers of multi-token prediction with embeddings of their own are not supported")
+    own, hidden, eps = parameters.under("mtp"), config.hidden_size, config.rms_norm_eps
+    layer = own.under("layers.0")
+    mixer = _attention(config, layer.under("self_attn"), 0, make_rope(config, partial=True))
+    return MtpLayer(
+        RmsNorm(own, "pre_fc_norm_embedding", hidden, eps, plus_one=True),
+        RmsNorm(own, "pre_fc_norm_hidden", hidden, eps, plus_one=True),
+        own.linear({"fc": hidden}, 2 * hidden),
+        _layer(config, layer, mixer, 0),
+        RmsNorm(own, "norm", hidden, eps, plus_one=True),
+    )
+
+
+def _layer(
+    config: ModelConfig, own: Parameters, mixer: Attention | GatedDeltaNet, index: int
+) -> DecoderLayer:
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    return DecoderLayer(
+        RmsNorm(own, "input_layernorm", hidden, eps, plus_one=True),
+        mixer,
+        RmsNorm(own, "post_attention_layernorm", hidden, eps, plus_one=True),
+        _feed_forward(config, own.under("mlp"), index),
+    )
+
+
+def _attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
+    bias = bool(config.hf.attention_bias)
+    return Attention(
+        parameters,
+        index,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        rope,
+        qkv_bias=bias,
+        output_bias=bias,
+        norm_eps=config.rms_norm_eps,
+        norm_plus_one=True,
+        gated=True,
+    )
 
 
 def _shape(config: ModelConfig) -> DeltaNetShape:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from baton.checkpoint_limits import read_json
-from baton.config import DecodeConfig, WorkerConfig
+from baton.config import MTP, DecodeConfig, WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.heads import HeadDrafter
@@ -23,6 +23,7 @@ from baton.models.decoder import Decoder, LanguageModel
 from baton.models.eagle3 import Eagle3Head, is_eagle3, load_eagle3
 from baton.models.loader import cache_specs
 from baton.models.medusa import is_medusa, load_medusa
+from baton.models.mtp import MtpHead, check_mtp, load_mtp
 from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
 from baton.worker.model import attention_of, kv_layout, load
@@ -47,6 +48,9 @@ def check_draft(config: WorkerConfig, device: torch.device) -> None:
             f"--draft {config.draft_model}: models draft on a CPU only; --draft suffix works"
         )
     target = read_config(resolve(config.model), implementation=config.model_impl)
+    if config.draft_model == MTP:
+        check_mtp(resolve(config.model), target, config.load_format)
+        return
     path = resolve(config.draft_model)
     if not _is_head(_raw(path)):
         _read_draft(config, path, target)
@@ -82,6 +86,10 @@ def load_drafter(config: WorkerConfig, target: LanguageModel, device: torch.devi
     Blocks. Raises CheckpointError and BatonError."""
     if not isinstance(config, DecodeConfig) or not config.draft_model:
         return None
+    if config.draft_model == MTP:
+        assert isinstance(target, Decoder)
+        head = load_mtp(resolve(config.model), target, config.load_format)
+        return _head_drafter(config, head, target, device)
     path = resolve(config.draft_model)
     raw = _raw(path)
     if is_medusa(raw):
@@ -117,7 +125,7 @@ def _model_drafter(
 
 
 def _head_drafter(
-    config: DecodeConfig, head: Eagle3Head, target: Decoder, device: torch.device
+    config: DecodeConfig, head: Eagle3Head | MtpHead, target: Decoder, device: torch.device
 ) -> HeadDrafter:
     context = target.config.used_length
     specs = [spec.within(context) for spec in head.caches]

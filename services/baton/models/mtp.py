@@ -1,0 +1,97 @@
+"""Multi-token prediction: DeepSeek-AI, DeepSeek-V3, arXiv:2412.19437, section 2.2. A checkpoint's own layer
+that guesses the token after the next from the model's final hidden states and the next token, with the
+model's embedding and head.
+
+Behind the first guess it takes its own normalized states for the model's. Of several such layers the first
+makes all guesses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from baton.layers.attention import AttentionModule, AttentionOptions
+from baton.layers.batch import FINAL, Batch
+from baton.layers.cache_spec import CacheSpec
+from baton.layers.parameters import Parameters
+from baton.models.config import ModelConfig, ModelError
+from baton.models.decoder import Decoder, prepare_linears
+from baton.models.loader import fill_at_random, read_weights
+from baton.models.mtp_layer import MtpLayer
+from baton.models.registry import family
+from baton.models.tensor_files import tensor_files
+
+
+class MtpHead:
+    """Implements `engine.draft.heads.DraftHead`."""
+
+    tap: tuple[int, ...] = (FINAL,)
+
+    def __init__(self, target: Decoder, layer: MtpLayer) -> None:
+        self._target, self._own = target, layer
+        attention = layer.layer.attention
+        assert isinstance(attention, AttentionModule) and attention.cache is not None
+        self._attention = attention
+        self.caches: list[CacheSpec] = [attention.cache]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._target.dtype
+
+    @property
+    def heads(self) -> int:
+        return self._target.heads
+
+    @property
+    def attention_options(self) -> list[AttentionOptions]:
+        return [self._attention.options]
+
+    def prepare(self) -> None:
+        """Once its parameters are filled."""
+        target = self._target
+        self._attention.rope.prepare(target.config.used_length, target.dtype, target.device)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's final normalized states [tokens, hidden], as they are."""
+        return hidden
+
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Next tokens and hidden states before them -> normalized hidden states at them."""
+        own = self._own
+        both = torch.cat((own.token_norm(self._target.embed(tokens)), own.hidden_norm(hidden)), -1)
+        return own.norm(own.layer(own.input(both), batch))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """-> float32 [rows, vocab]"""
+        return self._target.logits(hidden)
+
+
+def check_mtp(path: Path, config: ModelConfig, load_format: str = "auto") -> None:
+    """Raises ModelError if the checkpoint has no such layer, or one that is not supported."""
+    build = config.implementation == "baton" and getattr(family(config.architecture), "build_mtp", None)
+    if not build or path.is_file():
+        what = "GGUF files" if path.is_file() else config.architecture
+        raise ModelError(f"no layers of multi-token prediction (mtp) are read of {what}")
+    parameters = Parameters(config.dtype, torch.device("meta"))
+    build(config, parameters)
+    if load_format == "dummy":
+        return
+    stored = {name for file in tensor_files(path) for name in file.shapes()}
+    if not stored & parameters.table.keys():
+        raise ModelError(f"{path} has no layer of multi-token prediction (mtp)")
+
+
+def load_mtp(path: Path, target: Decoder, load_format: str = "auto") -> MtpHead:
+    """`path`: the model's checkpoint, which `check_mtp` has seen. Raises CheckpointError."""
+    parameters = Parameters(target.dtype, target.device, plan=target.parameters.plan)
+    parameters.ignore("")  # the model's own tensors
+    head = MtpHead(target, family(target.config.architecture).build_mtp(target.config, parameters))
+    if load_format == "dummy":
+        fill_at_random(parameters, lambda done, total: None)
+    else:
+        read_weights(path, parameters, lambda done, total: None)
+    prepare_linears(parameters)
+    head.prepare()
+    return head
