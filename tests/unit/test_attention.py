@@ -15,9 +15,12 @@ from baton.attention.fa3 import Fa3Attention, mismatch
 from baton.attention.flashinfer_paged import workspace_bytes
 from baton.attention.registry import BACKENDS, NoBackend, resolve
 from baton.attention.triton_paged import TritonAttention
+from baton.config import WorkerConfig
 from baton.kvcache.kv_pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
+from baton.layers.cache_spec import Full, State
 from baton.layers.mla import MlaProjections
+from baton.worker.model import attention_of
 
 CPU = torch.device("cpu")
 ON_CPU = [
@@ -267,6 +270,28 @@ def test_where_one_backend_depends_on_the_batch_another_is_chosen(
     assert found[0].features >= set(features)
     with pytest.raises(NoBackend, match="no attention backend that does not depend on the batch"):
         resolve("auto", gpu, torch.bfloat16, [128], frozenset({"latent"}), invariant=True)
+
+
+class Hybrid:
+    """A model of attention and recurrent layers."""
+
+    dtype = torch.bfloat16
+    attention_options = (AttentionOptions(), AttentionOptions())
+    caches = (State(((4, 8),)), Full(heads=2, head_dim=256))
+
+
+def test_where_pages_have_held_states_nothing_behind_a_rows_end_is_read(monkeypatch):
+    """As on a Hopper GPU with all libraries: FlashAttention 3 reads on, and a state's bits may be no number
+    in 16 bits. States have no heads whose size matters."""
+    monkeypatch.setattr(Fa3Attention, "available", lambda *_: None)
+    made_for = {None, 64, 128, 256}
+    available = lambda device, dtype=None, size=None: None if size in made_for else f"not of {size}"  # noqa: E731
+    monkeypatch.setattr(TritonAttention, "available", available)
+    gpu = torch.device("cuda")
+    for backend, why in attention_of(WorkerConfig(), Hybrid(), gpu):
+        assert (backend.name, why.count("does not compute attention with states")) == ("triton", 2)
+    with pytest.raises(NoBackend, match="does not compute attention with states"):
+        attention_of(WorkerConfig(decode_attention="fa3"), Hybrid(), gpu)
 
 
 def test_flashinfers_workspace_holds_the_largest_plan():

@@ -107,7 +107,8 @@ class AttentionBackend(Protocol):
 
     name: str
     features: frozenset[str]
-    """Names of the `AttentionOptions` that it computes."""
+    """Names of the `AttentionOptions` that it computes; and "states", if it reads nothing behind a row's end:
+    pages that have held states of recurrent layers hold bits there that are no numbers."""
 
     @staticmethod
     def available(

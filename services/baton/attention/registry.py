@@ -52,8 +52,8 @@ def resolve(
 ) -> tuple[type[AttentionBackend], str]:
     """The backend called `name`, or for "auto" the best that works on `device`, and why it was chosen.
 
-    `dtype` None, `head_dims` empty: not known yet; `features`: the `AttentionOptions` that the model's layers
-    use; `invariant`: "auto" is the best of INVARIANT. Raises NoBackend.
+    `dtype` None, `head_dims` empty: not known yet; `features`: those of `AttentionBackend.features` that the
+    model needs; `invariant`: "auto" is the best of INVARIANT. Raises NoBackend.
     """
 
     def problem_of(backend: type[AttentionBackend]) -> str | None:

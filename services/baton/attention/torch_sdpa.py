@@ -73,7 +73,9 @@ class TorchAttention:
     """
 
     name = "torch"
-    features = frozenset({"scale", "window", "chunk", "softcap", "sinks", "kv_scales", "sinks and kv_scales"})
+    features = frozenset(
+        {"scale", "window", "chunk", "softcap", "sinks", "kv_scales", "sinks and kv_scales", "states"}
+    )
 
     @staticmethod
     def available(

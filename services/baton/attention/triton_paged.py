@@ -23,7 +23,9 @@ class TritonAttention(PagedAttention):
     """One launch for rows of one token, one for chunks. Reads nothing behind a row's end."""
 
     name = "triton"
-    features = frozenset({"scale", "window", "softcap", "sinks", "kv_scales", "sinks and kv_scales"})
+    features = frozenset(
+        {"scale", "window", "softcap", "sinks", "kv_scales", "sinks and kv_scales", "states"}
+    )
 
     @staticmethod
     def available(

@@ -64,7 +64,9 @@ def attention_of(
 ) -> tuple[tuple[type[AttentionBackend], str], tuple[type[AttentionBackend], str]]:
     """For prompts and for decode rows, each with the reason for its choice. Raises NoBackend."""
     features = frozenset[str]().union(*(options.features for options in model.attention_options))
-    head_dims = frozenset(spec.head_dim for spec in model.caches)
+    if any(isinstance(spec, State) for spec in model.caches):
+        features |= {"states"}
+    head_dims = frozenset(spec.head_dim for spec in model.caches if not isinstance(spec, State))
     needs = (device, model.dtype, head_dims, features, config.batch_invariant)
     prefill = resolve_attention(config.prefill_attention, *needs)
     return prefill, resolve_attention(config.decode_attention, *needs)
