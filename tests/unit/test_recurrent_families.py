@@ -23,6 +23,8 @@ from transformers import (
 
 from baton.layers.gated_delta_net import CHUNK, delta_chunks, delta_step
 from baton.layers.mamba2 import mamba_chunks, mamba_step
+from baton.model_path import CheckpointError
+from baton.models.config import read_config
 
 _HYBRID = {
     "head_dim": 32,
@@ -153,6 +155,13 @@ def check_logits(model, track):
         expected = model(torch.tensor([track.tokens])).logits[0].float()
     *most, largest = sorted((own - expected[at - 1]).abs().max().item() for at, own in track.logits.items())
     assert max(most, default=0.0) < 1e-4 and largest < 3e-4
+
+
+def test_a_model_of_recurrent_layers_alone_is_refused_in_one_line(tmp_path):
+    only = {"alone": (BambaConfig, {**VARIANTS["bamba"][1], "attn_layer_indices": []})}
+    save_checkpoint("alone", tmp_path, variants=only)
+    with pytest.raises(CheckpointError, match="no layer attends to tokens"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 129, 300])

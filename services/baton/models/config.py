@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from baton.checkpoint_config import context_length, end_token_ids
 from baton.checkpoint_limits import check_sizes, read_json
 from baton.gguf_file import opened
+from baton.layers.cache_spec import State
 from baton.layers.mlp import ACTIVATIONS
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, rope_of
@@ -111,7 +112,12 @@ def read_config(path: Path, context_length: int | None = None, implementation: s
             ends = tuple(sorted({*named, *end_token_ids(path)}))  # transformers has defaults besides
         config = replace(_convert(hf, path, context_length, implementation), eos_token_ids=ends)
         if config.implementation == "baton":
-            build(config, Parameters(config.dtype, torch.device("meta")))  # finds what the family refuses
+            # Finds what the family refuses.
+            model = build(config, Parameters(config.dtype, torch.device("meta")))
+            if all(isinstance(cache, State) for cache in model.caches):
+                raise ModelError(
+                    f"{path}: no layer attends to tokens; recurrent layers alone are not supported"
+                )
         return config
     except CheckpointError:
         raise

@@ -56,7 +56,7 @@ def check_attention(
     if not differences.median().item() <= LIMITS.get(model.dtype, LIMIT_16_BITS):
         raise ModelError(
             f"{model.config.architecture} cannot be served: over the paged pool its logits differ from those "
-            f"of transformers by {differences.median():.0%} of the largest"
+            f"of transformers by {differences.median():.2%} of the largest"
         )
 
 
