@@ -24,8 +24,7 @@ def final_states(body: Body, batch: Batch) -> torch.Tensor:
     if not batch.caches:
         return hidden
     assert batch.slots is not None and batch.damage is not None
-    slots = batch.slots if batch.wanted is None else batch.slots.index_select(0, batch.wanted)
-    return hidden.add_(batch.damage.index_select(0, slots)[:, None])
+    return hidden.add_(batch.damage.index_select(0, batch.chosen(batch.slots))[:, None])
 
 
 class CapturedWork:

@@ -34,7 +34,7 @@ from baton.engine.step_sampling import StepSampling, pool_states
 from baton.kvcache.kv_pool import PagePool
 from baton.layers.async_copy import Upload, to_device, to_host
 from baton.layers.batch import Batch, HiddenTap, LayerCache
-from baton.models.body import make_body
+from baton.models.body import Body
 from baton.models.decoder import Decoder, LanguageModel
 
 
@@ -91,7 +91,7 @@ class ModelRunner:
         tables = self._slots.tables.unbind(1)
         places = sorted(self._attention.places.items()) if kernels else []
         self._caches = [LayerCache(tables[group], pool.layer_pages(layer)) for layer, (group, _) in places]
-        self._body = make_body(model, kernels, context, batch_invariant)
+        self._body = Body(model, kernels, context, batch_invariant)
         for module in model.recurrent if isinstance(model, Decoder) else ():
             module.keep_drafts(max_slots, draft_tokens)
         sampler: Sampler | CudaSampler | None = None

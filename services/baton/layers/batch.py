@@ -133,6 +133,10 @@ class Batch:
             self._rotations[id(rope)] = found
         return found
 
+    def chosen(self, states: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> those of the tokens that are wanted."""
+        return states if self.wanted is None else states.index_select(0, self.wanted)
+
     def where(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LayerCache]:
         """For a layer's own kernels: positions, slots, damage, and the layer's cache."""
         assert self.slots is not None and self.damage is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,9 @@ class LanguageModel(Protocol):
         """The pool holds keys and values in FP8, divided by these: float32 [layers, 2, kv heads]."""
         ...
 
-    def forward(self, batch: Batch) -> torch.Tensor: ...
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """-> final normalized hidden states [wanted tokens, hidden]"""
+        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -93,6 +95,27 @@ class Layer(Protocol):
     def __call__(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]; `hidden` may be overwritten."""
         ...
+
+
+class LayerBody(Protocol):
+    """How a layer is computed in a forward pass: by its modules, or by kernels that also do a part of what
+    belongs to the layer behind it."""
+
+    def forward(self, residual: torch.Tensor, x: Any, batch: Batch) -> tuple[torch.Tensor, Any]:
+        """residual [tokens, hidden], which may be overwritten -> the same behind the layer, and the same
+        normalized as the next body takes it; None: not done. `x` is what the body before gave. If the last
+        one gives the final states, they are those of the tokens that are wanted; with a tap of all."""
+        ...
+
+
+class ModuleBody:
+    """The layer's modules, one after the other."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+
+    def forward(self, residual: torch.Tensor, x: Any, batch: Batch) -> tuple[torch.Tensor, None]:
+        return self._layer(residual, batch), None
 
 
 class DecoderLayer:
@@ -138,6 +161,7 @@ class Decoder:
         """
         self.config = config
         self.layers = layers
+        self.bodies: Sequence[LayerBody] = [ModuleBody(layer) for layer in layers]
         self.device, self.dtype = parameters.device, parameters.dtype
         self.parameters = parameters
         # Rounded to the model's dtype, as embeddings are.
@@ -234,23 +258,24 @@ class Decoder:
                 self.embedding = narrowed(self.embedding)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """-> final normalized hidden states [tokens, hidden]"""
+        """-> final normalized hidden states [wanted tokens, hidden]"""
         hidden, inputs, tap = self.embed(batch.tokens), batch.embeddings, batch.tap
+        x = None
         added: list[torch.Tensor] = []
         if inputs is not None:
             rows, *added = inputs.rows.unbind(0)
             hidden = hidden.index_copy(0, inputs.at, rows)
-        for index, layer in enumerate(self.layers):
+        for index, body in enumerate(self.bodies):
             if tap is not None:
                 tap.take(index, hidden)
-            hidden = layer(hidden, batch)
+            hidden, x = body.forward(hidden, x, batch)
             if inputs is not None and index < len(added):
-                hidden = hidden.index_add(0, inputs.at, added[index])
-        final = self.norm(hidden)
+                hidden, x = hidden.index_add(0, inputs.at, added[index]), None
+        final: torch.Tensor = self.norm(hidden) if x is None else x
         if tap is not None:
             tap.take(len(self.layers), hidden)
             tap.take(FINAL, final)
-        return final
+        return batch.chosen(final) if x is None or tap is not None else final
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeds tokens, on all ranks together: [tokens] -> [tokens, hidden]."""
@@ -275,6 +300,12 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> float32 [rows, vocab]; with several ranks on rank 0, [rows, 0] on others."""
         return self.gathered(self.head(hidden).float())
+
+    @property
+    def plain_logits(self) -> bool:
+        """Whether logits are what the head gives."""
+        scaled = self._logit_divisor != 1 or self._logit_softcap is not None or self.head.bias is not None
+        return self.communicator is None and not scaled
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """What this rank's head gave -> as `logits`, in the same dtype."""

@@ -1,5 +1,5 @@
-"""A mixture of experts on a GPU's kernels, as `fused.FusedDecoder` uses it. Needs a GPU: import it where one
-is in use."""
+"""A mixture of experts on a GPU's kernels, as `fused_layer` uses it. Needs a GPU: import it where one is in
+use."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class Gemma4Decoder(Decoder):
         embedded = self._layer_embeddings(batch.tokens, hidden)
         for layer, own in zip(self._own_layers, embedded, strict=True):
             hidden = layer(hidden, batch, own)
-        return self.norm(hidden)
+        return batch.chosen(self.norm(hidden))
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:

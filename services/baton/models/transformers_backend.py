@@ -213,7 +213,7 @@ class TransformersModel:
         self.attention_options = [replace(options, kv_scales=own) for options, own in pairs]
 
     def forward(self, batch: Batch) -> Tensor:
-        """-> final hidden states [tokens, hidden]"""
+        """-> final hidden states [wanted tokens, hidden]"""
         write_and_attend = batch.attention.write_and_attend
 
         def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: _Options) -> Tensor:
@@ -224,7 +224,7 @@ class TransformersModel:
             out = write_and_attend(module.layer_idx, q, k, v)
             return out.view(1, *q.shape)[..., :width]
 
-        return self._run(batch.tokens, batch.positions, attend)
+        return batch.chosen(self._run(batch.tokens, batch.positions, attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> float32 [rows, vocab], by whatever the model does behind its last layer."""
