@@ -134,18 +134,22 @@ def saved(request, tmp_path_factory):
 
 
 def save(variant, path, variants=VARIANTS):
-    """The reference is in float64: in float32 transformers' own logits are up to 1.1e-4 off. Qwen's norms are
-    stored minus one, but for that of a recurrent layer."""
+    """The reference is in float64: in float32 transformers' own logits are up to 1.1e-4 off."""
     model = save_checkpoint(variant, path, variants=variants)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "qwen" in variant and name.endswith("norm.weight") and "linear_attn" not in name:
+            if "qwen" in variant and is_minus_one(name):
                 parameter -= 1
             elif parameter.dim() > 1:
                 parameter *= 2 / 3
     model.save_pretrained(path)
     model.set_experts_implementation("eager")  # others know no float64
     return model.double()
+
+
+def is_minus_one(name):
+    """Qwen's norms are stored minus one, but for that of a recurrent layer."""
+    return name.endswith("norm.weight") and "linear_attn" not in name
 
 
 def check_logits(model, track):

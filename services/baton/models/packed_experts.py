@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-import torch
-
-from baton.layers.quantization.quantized_tensor import NONE_KEPT, Kept
+from baton.layers.quantization.quantized_tensor import NONE_KEPT, Kept, Parts, QuantizedTensor
 from baton.layers.tensor_parallel import NO_CUTS, Cuts, TensorSlice
 
 if TYPE_CHECKING:
-    from baton.models.tensor_files import SafetensorsFile
+    from baton.models.tensor_files import TensorFile
 
 _PACKED = re.compile(
     r"(.*\.)(?:(\w+\.experts)\.|block_sparse_moe\.(?=\w+_linear))"
@@ -22,14 +20,14 @@ _PACKED = re.compile(
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-def are_packed(files: Collection[SafetensorsFile]) -> bool:
+def are_packed(files: Collection[TensorFile]) -> bool:
     return any(_PACKED.fullmatch(name) for file in files for name in file.shapes())
 
 
 class PackedExperts:
     """A TensorFile that shows each expert's matrices under the names that published checkpoints have."""
 
-    def __init__(self, file: SafetensorsFile, model_type: str, hidden: int = 0) -> None:
+    def __init__(self, file: TensorFile, model_type: str, hidden: int = 0) -> None:
         """`hidden`: the model's hidden size."""
         self.path, self._file = file.path, file
         self._mixtral = model_type == "mixtral"
@@ -68,11 +66,11 @@ class PackedExperts:
         return self._shapes
 
     def quantized(self) -> Collection[str]:
-        return ()
+        return self._file.quantized()
 
     def read(
         self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Kept = NONE_KEPT
-    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+    ) -> Parts:
         """Reads tensors; of one with all experts no more than the one that is asked for."""
         plain = {self._stored[name]: name for name in names if name not in self._of}
         stored_cuts = {stored: cuts[name] for stored, name in plain.items() if name in cuts}
@@ -85,6 +83,7 @@ class PackedExperts:
                 together.setdefault((stored, expert), []).append((name, rows))
         for (stored, expert), parts in together.items():
             for _, _, tensor in self._file.read([stored], [stored], {stored: TensorSlice(0, ((expert, 1),))}):
+                assert not isinstance(tensor, QuantizedTensor)  # formats know matrices alone
                 both = tensor[0].t() if stored in self._turned else tensor[0]
                 for name, rows in parts:
                     matrix = both[rows]

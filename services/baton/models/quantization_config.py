@@ -15,7 +15,7 @@ from baton.layers.quantization.gptq import Gptq
 from baton.layers.quantization.quantized_tensor import CheckpointFormat
 from baton.model_path import CheckpointError
 
-METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "awq", "mxfp4")
+METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "awq", "auto-round", "mxfp4")
 _COMPRESSED = ("naive-quantized", "float-quantized", "int-quantized", "pack-quantized")
 
 
@@ -23,9 +23,10 @@ def quantization_config(path: Path) -> dict[str, Any]:
     """How the checkpoint in the directory `path` says that it is quantized; empty: it is not. AutoGPTQ and
     AutoAWQ have written quantize_config.json and quant_config.json, ModelOpt hf_quant_config.json. Raises
     CheckpointError for a file that cannot be read."""
-    config = _read(path / "config.json").get("quantization_config")
-    if config:
-        return dict(config)
+    config = _read(path / "config.json")
+    for part in (config, config.get("text_config") or {}):
+        if scheme := part.get("quantization_config"):
+            return dict(scheme)
     for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
         if found := _read(path / name):
             return {"quant_method": method, **found}
@@ -55,6 +56,8 @@ def read_format(config: Mapping[str, Any] | None) -> CheckpointFormat | None:
             return _gptq(config)
         if method == "awq":
             return _awq(config)
+        if method == "auto-round":
+            return _auto_round(config)
         if method == "compressed-tensors":
             return _compressed(config)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -96,13 +99,34 @@ def _gptq(config: Mapping[str, Any]) -> CheckpointFormat:
     bits = config["bits"]
     if bits not in (4, 8):
         raise _refusal(f"by 'gptq' with {bits} bits")
-    if config.get("dynamic"):
-        raise _refusal("by 'gptq' with different schemes for different layers (dynamic)")
+    for modules, own in (config.get("dynamic") or {}).items():
+        if not modules.startswith("-:") and _differs(own, config):  # -: leaves modules as they are
+            raise _refusal("by 'gptq' with different schemes for different layers (dynamic)")
     version = config.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise _refusal(f"by 'gptq' in checkpoint_format {version!r}")
     reordered = bool(config.get("desc_act"))
     return Gptq(bits, _group(config), reordered=reordered, minus_one=version == "gptq")
+
+
+def _differs(own: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether what is said of some modules is another scheme than that of all."""
+    return any(config.get(key) != value for key, value in own.items())
+
+
+def _auto_round(config: Mapping[str, Any]) -> CheckpointFormat:
+    """AutoRound: Cheng et al., arXiv:2309.05516. It stores what it finds as others do."""
+    packing = str(config.get("packing_format")).removeprefix("auto_round:")
+    for own in (config.get("extra_config") or {}).values():
+        scheme = {key: own[key] for key in ("bits", "group_size", "sym") if key in own}
+        if scheme.get("bits") != 16 and _differs(scheme, config):
+            raise _refusal("by 'auto-round' with different schemes for different layers (extra_config)")
+    stored = {"bits": config["bits"], "group_size": _group(config)}
+    if packing == "auto_gptq":
+        return _gptq(stored)
+    if packing == "auto_awq":
+        return _awq(stored)
+    raise _refusal(f"by 'auto-round' in packing_format {packing!r}")
 
 
 def _awq(config: Mapping[str, Any]) -> CheckpointFormat:

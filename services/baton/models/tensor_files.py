@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -58,12 +58,22 @@ def tensor_files(path: Path) -> list[TensorFile]:
     if path.is_file():
         return [GgufTensors(path)]
     files = _safetensors_files(path)
-    format = stored_format(path)
-    if format is not None:
-        where = {name: file for file in files for name in file.shapes()}
-        return [QuantizedFile(file, where, format) for file in files]
     if any(name.endswith("_blocks") for file in files for name in file.shapes()):
         return [Mxfp4Tensors(file, files) for file in files]
+    return _with_single_experts(path, _with_matrices(path, files))
+
+
+def _with_matrices(path: Path, files: Sequence[SafetensorsFile]) -> Sequence[TensorFile]:
+    """The files, as those of the matrices that quantized tensors stand for."""
+    format = stored_format(path)
+    if format is None:
+        return files
+    where = {name: file for file in files for name in file.shapes()}
+    return [QuantizedFile(file, where, format) for file in files]
+
+
+def _with_single_experts(path: Path, files: Sequence[TensorFile]) -> list[TensorFile]:
+    """The files, as those with tensors of single experts."""
     config = read_json(path / "config.json")
     kind = config.get("model_type", "")
     if kind != "gpt_oss" and are_packed(files):  # whose own layout it is
