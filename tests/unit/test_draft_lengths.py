@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,17 +30,17 @@ def test_no_other_lengths_deliver_more(chances, more, room, base, steps, by_long
     rows = len(survivals) + more or 1
     times = [base, *itertools.accumulate(steps, initial=base + steps[0])]
 
-    def seconds(drafts, longest):
-        return times[longest if by_longest else drafts]
-
     def rate(lengths):
         tokens = rows + sum(sum(row[:n]) for row, n in zip(survivals, lengths, strict=True))
-        return tokens / seconds(sum(lengths), max(lengths, default=0))
+        return tokens / times[max(lengths, default=0) if by_longest else sum(lengths)]
 
-    levels = levels_of(survivals, by_longest)
-    best, expected = best_level(levels, rows, room, seconds)
-    found = [sum(i in more for _, more in levels[:best]) for i in range(len(survivals))]
-    assert sum(found) <= room
+    counts = np.array([len(row) for row in survivals], np.int64)
+    # Behind a row's last draft anything may be.
+    padded = np.array([row + [9.0] * (3 - len(row)) for row in survivals]).reshape(-1, 3)
+    levels = levels_of(padded, counts, by_longest)
+    best, expected = best_level(levels, rows, room, np.array(times[: len(levels.drafts)]))
+    found = levels.lengths(best, counts).tolist()
+    assert sum(found) == levels.drafts[best] <= room
     every = itertools.product(*(range(len(row) + 1) for row in survivals))
     allowed = [each for each in every if sum(each) <= room]
     if by_longest:  # a row has no reason to have less than the longest
@@ -154,6 +155,19 @@ def test_a_slow_hour_says_nothing_about_drafts():
     for _ in range(50):
         times.add(False, 1, 0, 3.06)
     assert times.seconds(True, 5, 0) / times.seconds(False, 1, 0) == pytest.approx(before, rel=0.35)
+
+
+def test_chances_end_where_they_are_small():
+    """Drafts that hardly ever come true do not count, but for a row's first; kinds and rows are apart."""
+    lengths = DraftLengths()
+    good, bad = RowDrafts(), RowDrafts()
+    for _ in range(300):
+        lengths.verified(RowDrafts(), (1, 0), 3, 0)
+        lengths.verified(good, (2, 0), 3, 3)
+    survivals, counts = lengths._survivals([(bad, (1, 0), 3), (good, (2, 0), 2), (bad, (2, 0), 3)])
+    assert counts.tolist() == [1, 2, 3]
+    assert survivals[0, 0] < 0.02 and (survivals[1, :2] > 0.95).all()
+    assert lengths._survivals([(bad, (3, 0), 2)])[0][0] == pytest.approx([0.6, 0.36])  # nothing is known
 
 
 def test_a_step_with_prompts_makes_drafts_cheaper():

@@ -8,8 +8,12 @@ whole batch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.step_cost import StepCost
 
@@ -35,37 +39,48 @@ DraftKind = tuple[int, int]
 """`Sequence.draft_kind`, and how many tokens in flight were guessed too."""
 
 
-Level = tuple[float, tuple[int, ...]]
-"""Rows that get one draft more, and how many tokens that is expected to deliver."""
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
-def levels_of(survivals: Sequence[Sequence[float]], by_longest: bool) -> list[Level]:
-    """The order in which drafts are worth taking. `survivals`: of each row the chances that its drafts are
-    delivered, which never rise. `by_longest`: a step takes the time of its longest row, whatever others have,
-    so that they all get a draft more; otherwise one draft is taken after the other, best first."""
+class Levels(NamedTuple):
+    """The order in which drafts are worth taking."""
+
+    gains: Floats
+    """[levels]: tokens that each is expected to deliver."""
+    drafts: Ints
+    """[levels + 1]: drafts of so many levels together."""
+    rows: Ints
+    """[levels]: the row that each gives a draft; empty: each gives one to every row that has so many."""
+
+    def lengths(self, taken: int, counts: Ints) -> Ints:
+        """Drafts of each row. `counts`: how many each has."""
+        if len(self.rows):
+            return np.bincount(self.rows[:taken], minlength=len(counts))
+        return np.minimum(counts, taken)
+
+
+def levels_of(survivals: Floats, counts: Ints, by_longest: bool) -> Levels:
+    """`survivals` [rows, longest]: the chances that drafts are delivered, which never rise in a row; `counts`
+    [rows]: how many each row has. `by_longest`: a step takes the time of its longest row, whatever others
+    have, so that they all get a draft more; otherwise one draft is taken after the other, best first."""
+    there = np.arange(survivals.shape[1]) < counts[:, None]
     if by_longest:
-        longest = max(map(len, survivals), default=0)
-        columns = [tuple(i for i, own in enumerate(survivals) if len(own) > at) for at in range(longest)]
-        return [(sum(survivals[i][at] for i in rows), rows) for at, rows in enumerate(columns)]
+        gains, more = np.where(there, survivals, 0.0).sum(0), there.sum(0)
+        return Levels(gains, np.concatenate(([0], more.cumsum())), np.zeros(0, np.int64))
+    rows, single = there.nonzero()[0], survivals[there]
     # Each comes after those before it in its row, since their chances are not lower and sorting is stable.
-    single = [(chance, (i,)) for i, own in enumerate(survivals) for chance in own]
-    return sorted(single, key=lambda level: -level[0])
+    order = np.argsort(-single, kind="stable")
+    return Levels(single[order], np.arange(len(single) + 1), rows[order])
 
 
-def best_level(
-    levels: Sequence[Level], rows: int, room: int, seconds: Callable[[int, int], float]
-) -> tuple[int, float]:
+def best_level(levels: Levels, rows: int, room: int, seconds: Floats) -> tuple[int, float]:
     """How many levels deliver most tokens a second, and how many those are. `rows`: all rows, which deliver a
-    token each in any case. `room`: drafts at most. `seconds(drafts, levels)`: a step's time."""
-    best, rate = 0, rows / seconds(0, 0)
-    tokens, drafts = float(rows), 0
-    for level, (gain, more) in enumerate(levels, 1):
-        tokens, drafts = tokens + gain, drafts + len(more)
-        if drafts > room:
-            break
-        if tokens > rate * (time := seconds(drafts, level)):
-            best, rate = level, tokens / time
-    return best, rate
+    token each in any case. `room`: drafts at most. `seconds` [levels + 1]: of a step with so many levels."""
+    fit = int(np.searchsorted(levels.drafts, room, "right"))
+    rates = (rows + np.concatenate(([0.0], levels.gains.cumsum())))[:fit] / seconds[:fit]
+    best = int(rates.argmax())
+    return best, float(rates[best])
 
 
 def graph_tokens(rows: int, longest: int) -> int:
@@ -129,18 +144,15 @@ class StepTimes:
     def seconds(self, drafted: bool, size: int, context: int) -> float:
         return self._measured(size, context) * math.exp(self._correction(drafted, _bucket(size)))
 
-    def table(self, context: int) -> Callable[[int], float]:
-        """`seconds` of steps with drafts by their size, for who asks for many sizes at once."""
-        factors: dict[int, float] = {}
-
-        def seconds(size: int) -> float:
-            bucket = _bucket(size)
-            factor = factors.get(bucket)
-            if factor is None:
-                factor = factors[bucket] = math.exp(self._correction(True, bucket))
-            return factor * self._measured(size, context)
-
-        return seconds
+    def with_drafts(self, sizes: Ints, context: int) -> Floats:
+        """`seconds` of steps with drafts, of each of these ascending sizes."""
+        shifts = np.maximum(0, np.frexp(sizes)[1] - 4)
+        buckets, fresh = 8 * shifts + (sizes >> shifts), self._fresh()
+        first = np.diff(buckets, prepend=-1).nonzero()[0]
+        factors = [math.exp(_nearest(fresh, True, bucket)) for bucket in buckets[first].tolist()]
+        row = self.cost.row if self.cost is not None else 0.0
+        times: Floats = np.repeat(factors, np.diff(first, append=len(sizes)))
+        return times * (self._measured(0, context) + row * sizes)
 
     def seen(self, drafted: bool, size: int) -> bool:
         """Whether the time of such a step has been seen lately."""
@@ -156,17 +168,21 @@ class StepTimes:
         return cost.fixed + cost.row * size + cost.key * context + 1e-9 if cost is not None else 1.0
 
     def _correction(self, drafted: bool, bucket: int) -> float:
-        """That of the size, else of the nearest of its sort, else of the nearest."""
-        since, known = self._steps - TIMES_MEMORY, self._known
-        own = known.get((drafted, bucket))
-        if own is not None and own[2] >= since:
-            return own[0]
-        fresh = [
-            (sort != drafted, abs(at - bucket), found[0])
-            for (sort, at), found in known.items()
-            if found[2] >= since
-        ]
-        return min(fresh, default=(False, 0, 0.0))[2]
+        return _nearest(self._fresh(), drafted, bucket)
+
+    def _fresh(self) -> dict[tuple[bool, int], float]:
+        """The corrections that have been seen lately."""
+        since = self._steps - TIMES_MEMORY
+        return {key: found[0] for key, found in self._known.items() if found[2] >= since}
+
+
+def _nearest(known: Mapping[tuple[bool, int], float], drafted: bool, bucket: int) -> float:
+    """The correction of this size, else of the nearest of its sort, else of the nearest."""
+    own = known.get((drafted, bucket))
+    if own is not None:
+        return own
+    fresh = [(sort != drafted, abs(at - bucket), found) for (sort, at), found in known.items()]
+    return min(fresh, default=(False, 0, 0.0))[2]
 
 
 def _bucket(size: int) -> int:
@@ -200,26 +216,23 @@ class DraftLengths:
         """Drafts of each row. `drafts`: the rows for which the drafter has any; of each what is known of it,
         the drafts' kind, and how many. `rows`: all decode rows; `context`: the tokens that they attend to.
         `room`: drafts of all rows, at most."""
-        others = self.times.prompts(prompt_tokens)
         times, padding = self.times, self._padding
+        others = times.prompts(prompt_tokens)
         plain = others + times.seconds(False, rows, context)
-        known = times.table(context)
-
-        def seconds(count: int, level: int) -> float:
-            if not count:
-                return plain
-            return others + known(rows + count if padding is None else padding(rows, level))
-
-        levels = levels_of(self._survivals(drafts), self._padding is not None)
         self._purse = min(self._purse + PROBE_SHARE * plain, 2 * plain)
+        if not drafts:
+            return []
+        survivals, counts = self._survivals(drafts)
+        levels = levels_of(survivals, counts, padding is not None)
+        sizes = rows + levels.drafts[1:]
+        if padding is not None:
+            sizes = np.array([padding(rows, level) for level in range(1, len(levels.drafts))], np.int64)
+        seconds = np.concatenate(([plain], others + times.with_drafts(sizes, context)))
         best = 0
-        if self.times.seen(False, rows):
+        if times.seen(False, rows):
             best, rate = best_level(levels, rows, room, seconds)
-            best += self._probes(levels[: best + 1], best, rate, rows, room, seconds)
-        lengths = [0] * len(drafts)
-        for _, more in levels[:best]:
-            for i in more:
-                lengths[i] += 1
+            best += self._probes(levels, best, rate, rows, room, seconds)
+        lengths: list[int] = levels.lengths(best, counts).tolist()
         most = LONGEST_PAUSE if self._computes else min(LONGEST_PAUSE, rows // 4)
         for (row, _, _), length in zip(drafts, lengths, strict=True):
             row.taken = length
@@ -227,23 +240,14 @@ class DraftLengths:
             row.until = step + 1 + row.pause
         return lengths
 
-    def _probes(
-        self,
-        levels: Sequence[Level],
-        best: int,
-        rate: float,
-        rows: int,
-        room: int,
-        seconds: Callable[[int, int], float],
-    ) -> bool:
+    def _probes(self, levels: Levels, best: int, rate: float, rows: int, room: int, seconds: Floats) -> bool:
         """Whether to take a level more than pays: the first of all, since its chances may have changed, or
         one whose time was never seen. Takes what that is expected to lose from the purse."""
-        count = sum(len(more) for _, more in levels)
-        if len(levels) == best or count > room:
+        if len(levels.gains) == best or (count := int(levels.drafts[best + 1])) > room:
             return False
         if best and self.times.seen(True, self._size(rows, count, best + 1)):
             return False
-        loss = seconds(count, best + 1) - (rows + sum(gain for gain, _ in levels)) / rate
+        loss = float(seconds[best + 1] - (rows + levels.gains[: best + 1].sum()) / rate)
         if loss > self._purse:
             return False
         self._purse -= max(0.0, loss)
@@ -259,24 +263,20 @@ class DraftLengths:
         """A step without prompts has taken `seconds` > 0."""
         self.times.add(drafts > 0, self._size(rows, drafts, longest), context, seconds)
 
-    def _survivals(self, drafts: Sequence[tuple[RowDrafts, DraftKind, int]]) -> list[list[float]]:
-        """The chance of each draft that it is delivered; chances below LEAST_CHANCE are left out."""
-        kinds: dict[DraftKind, list[float]] = {}
-        most = max((count for _, _, count in drafts), default=0)
-        found = []
-        for row, kind, count in drafts:
-            known = kinds.get(kind)
-            if known is None:
-                known = kinds[kind] = [KIND_WEIGHT * self._chance(kind, at) for at in range(most)]
-            right, seen = row.rate.right, row.rate.seen + KIND_WEIGHT
-            own, chance = list[float](), 1.0
-            for at in range(count):
-                chance *= (right + known[at]) / seen
-                if chance < LEAST_CHANCE and own:
-                    break
-                own.append(chance)
-            found.append(own)
-        return found
+    def _survivals(self, drafts: Sequence[tuple[RowDrafts, DraftKind, int]]) -> tuple[Floats, Ints]:
+        """[rows, longest]: the chance of each draft that it is delivered; and of each row how many count:
+        those behind the first that have a chance below LEAST_CHANCE do not."""
+        rows, kinds, given = zip(*drafts, strict=True)
+        counts, most = np.array(given), max(given)
+        places = {kind: at for at, kind in enumerate(dict.fromkeys(kinds))}
+        known = np.array([[self._chance(kind, at) for at in range(most)] for kind in places])
+        known = known[[places[kind] for kind in kinds]] if len(places) > 1 else known
+        right = np.array([row.rate.right for row in rows])
+        seen = np.array([row.rate.seen for row in rows]) + KIND_WEIGHT
+        chances = (right[:, None] + KIND_WEIGHT * known) / seen[:, None]
+        survivals = chances.cumprod(1)
+        likely = np.maximum((survivals >= LEAST_CHANCE).sum(1), 1)
+        return survivals, np.minimum(likely, counts)
 
     def _chance(self, kind: DraftKind, at: int) -> float:
         known = self._kinds.get((kind, at), _Rate())
