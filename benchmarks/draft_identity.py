@@ -1,32 +1,69 @@
-"""Asks two deployments the same requests, one with drafts and one without, and compares what clients see.
+"""Asks a deployment thousands of requests and keeps its answers, or compares them with those kept.
 
     baton up --model demo --port 7001 &
     baton up --model demo --port 7002 --draft suffix &
-    python benchmarks/draft_identity.py --plain 127.0.0.1:7001 --drafting 127.0.0.1:7002 --requests 10000
+    python benchmarks/draft_identity.py --gateway 127.0.0.1:7001 --keep answers --requests 10000
+    python benchmarks/draft_identity.py --gateway 127.0.0.1:7002 --compare answers --requests 10000
 
-Requests are drawn from a seed, over sampling parameters, stop strings and ids, penalties, n, grammars,
-priorities and log-probabilities of outputs and prompts; every third was asked before. Texts, tokens and
-finish reasons must be equal, log-probabilities within 1e-4. Exits with 1 at the first that differs.
+Requests are drawn from a seed, over sampling parameters, stop strings and ids, penalties, n, grammars, tools,
+sessions, priorities and log-probabilities of outputs and prompts; every third was asked before. Texts, tokens
+and finish reasons must be equal, log-probabilities within 1e-4. Prints each that differs, and exits with 1.
+The file of answers is one of continuations, too, as BATON_TEST_ORACLE names it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from baton.client import AsyncClient, Completion
+from baton.client.types import PositionLogprobs
+from baton.engine.draft.oracle import prompt_digest
 
 TOLERANCE = 1e-4
+MOST_TOP = 3
+"""Most likely tokens that are asked for."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "look", "description": "Looks.", "parameters": SCHEMA}
+TEXTS = ("The sea is", "Once upon a time", "def add(a, b):", "The name of the cat is", "1, 2, 3, 4,")
+Answer = dict[str, Any]
 
 
-def draw(rng: random.Random, vocabulary: int) -> dict[str, Any]:
+def draw(rng: random.Random, vocabulary: int) -> list[dict[str, Any]]:
+    """The turns of a session; of most requests one."""
+    turns = [_options(rng, vocabulary) for _ in range(1 if rng.random() < 0.9 else rng.randrange(2, 4))]
+    if len(turns) == 1 and rng.random() < 0.1:
+        del turns[0]["token_ids"]
+        for name in ("response_format", "grammar", "ignore_eos"):
+            turns[0].pop(name, None)
+        turns[0] |= {"messages": rng.choice(TEXTS), "tools": [TOOL]}
+        turns[0]["tool_choice"] = rng.choice(("auto", "required"))
+    if len(turns) > 1:
+        for turn in turns:
+            turn.pop("n", None)
+            turn.pop("prompt_logprobs", None)
+    return turns
+
+
+def _options(rng: random.Random, vocabulary: int) -> dict[str, Any]:
     words = [rng.randrange(20, vocabulary) for _ in range(rng.randrange(2, 24))]
+    words = [*words, *rng.choice(([], words, words[: len(words) // 2]))]
     request: dict[str, Any] = {
-        "token_ids": [*words, *rng.choice(([], words, words[: len(words) // 2]))],
-        "max_tokens": rng.randrange(1, 96),
+        "token_ids": words * rng.choice((1, 1, 1, 8)),
+        "max_tokens": rng.choice((1, 2, *[rng.randrange(3, 96)] * 8)),
         "temperature": rng.choice((0.0, 0.0, 0.3, 0.8, 1.2)),
         "seed": rng.randrange(2**32),
     }
@@ -40,67 +77,136 @@ def draw(rng: random.Random, vocabulary: int) -> dict[str, Any]:
         {"min_tokens": rng.randrange(1, request["max_tokens"] + 1)},
         {"stop": [rng.choice((" the", "e", "\n", "in", "Python"))]},
         {"stop_token_ids": rng.sample(range(20, vocabulary), 30)},
-        {"logprobs": rng.randrange(4)},
-        {"prompt_logprobs": rng.randrange(3)},
+        {"logprobs": rng.randrange(MOST_TOP + 1)},
+        {"prompt_logprobs": rng.randrange(MOST_TOP)},
         {"n": rng.randrange(2, 4)},
         {"priority": rng.randrange(-2, 3)},
+        {"ignore_eos": True},
         {"response_format": {"enum": ["red", "green", "greenish", "blue"]}},
+        {"response_format": SCHEMA},
+        {"grammar": {"regex": r"[a-z]{1,9}( [a-z]{1,9}){0,12}\."}},
     )
-    for option in rng.sample(options, rng.randrange(4)):
+    for option in rng.sample(options, rng.randrange(5)):
         request |= option
+    if "ignore_eos" in request and ("response_format" in request or "grammar" in request):
+        del request["ignore_eos"]
+    if "grammar" in request:
+        request.pop("response_format", None)
     return request
 
 
-def differs(one: Completion, other: Completion) -> str:
+def drawn(seed: int, number: int, vocabulary: int) -> list[dict[str, Any]]:
+    rng = random.Random(f"{seed} {number}")
+    if number % 3 == 2:
+        return drawn(seed, rng.randrange(number), vocabulary)
+    return draw(rng, vocabulary)
+
+
+async def ask(client: AsyncClient, turns: list[dict[str, Any]]) -> list[Completion]:
+    if len(turns) == 1:
+        return [await client.stream(**turns[0]).completion()]
+    async with client.session() as session:
+        return [await session.stream(**turn).completion() for turn in turns]
+
+
+def numbers(positions: list[PositionLogprobs]) -> list[float]:
+    """The log-probabilities of each position's token, and of the most likely ones."""
+    chosen = [each.chosen.logprob for each in positions if each.chosen is not None]
+    return chosen + [top.logprob for each in positions for top in each.top]
+
+
+def answers(number: int, turns: list[dict[str, Any]], completions: list[Completion]) -> Iterator[Answer]:
+    """One of each choice of each turn."""
+    for turn, (request, completion) in enumerate(zip(turns, completions, strict=True)):
+        known = request.get("token_ids") if turn == 0 else None
+        for index, choice in enumerate(completion.choices):
+            yield {
+                "name": f"{number} {turn} {index}",
+                "prompt": prompt_digest(known) if known else "",
+                "tokens": choice.token_ids,
+                "text": choice.text,
+                "calls": [[call.name, call.arguments] for call in choice.tool_calls],
+                "finish": choice.finish_reason,
+                "stop": choice.stop_matched,
+                "logprobs": numbers(choice.logprobs),
+                "prompt_logprobs": numbers(completion.prompt_logprobs),
+            }
+
+
+def differs(one: Answer, other: Answer) -> str:
     """What differs; empty: nothing."""
-    for a, b in zip(one.choices, other.choices, strict=True):
-        for name in ("text", "token_ids", "finish_reason", "stop_matched"):
-            if getattr(a, name) != getattr(b, name):
-                return f"{name}: {getattr(a, name)!r} and {getattr(b, name)!r}"
-        for x, y in zip(a.logprobs, b.logprobs, strict=True):
-            if abs(x.chosen.logprob - y.chosen.logprob) > TOLERANCE:
-                return f"log-probabilities: {x.chosen} and {y.chosen}"
+    for name, value in one.items():
+        if not name.endswith("logprobs"):
+            if value != other[name]:
+                return f"{name}: {value!r} and {other[name]!r}"
+        elif len(value) != len(other[name]):
+            return f"{name}: {len(value)} and {len(other[name])} of them"
+        else:
+            most = max((abs(a - b) for a, b in zip(value, other[name], strict=True)), default=0.0)
+            if most > TOLERANCE:
+                return f"{name}: up to {most:.2g} apart"
     return ""
 
 
-async def compare(options: argparse.Namespace) -> None:
-    rng = random.Random(options.seed)
-    asked: list[dict[str, Any]] = []
-    done = tokens = drafted = right = 0
-    async with AsyncClient(options.plain) as plain, AsyncClient(options.drafting) as drafting:
+async def run(options: argparse.Namespace) -> None:
+    known: dict[str, Answer] = {}
+    if options.compare:
+        lines = options.compare.read_text().splitlines()
+        known = {answer["name"]: answer for answer in map(json.loads, lines)}
+    kept = options.keep.open("w") if options.keep else None
+    places, counts, wrong = asyncio.Semaphore(options.concurrency), Counter[str](), list[str]()
+    began = time.monotonic()
 
-        async def both(request: dict[str, Any]) -> tuple[Completion, Completion]:
-            return await asyncio.gather(
-                plain.stream(**request).completion(), drafting.stream(**request).completion()
-            )
+    async with AsyncClient(options.gateway) as client:
 
-        while done < options.requests:
-            some = [
-                rng.choice(asked) if asked and rng.random() < 1 / 3 else draw(rng, options.vocabulary)
-                for _ in range(min(options.concurrency, options.requests - done))
-            ]
-            asked = [*asked, *some][-500:]
-            for request, (one, other) in zip(some, await asyncio.gather(*map(both, some)), strict=True):
-                if problem := differs(one, other):
-                    sys.exit(f"after {done} requests: {problem}\n{request}")
-                done += 1
-                tokens += sum(len(choice.token_ids) for choice in one.choices)
-                drafted += other.usage.drafted_tokens if other.usage else 0
-                right += other.usage.accepted_drafts if other.usage else 0
-            print(f"{done} requests alike, {tokens} tokens, {drafted} drafts, {right} right", flush=True)
+        async def one(number: int) -> None:
+            async with places:
+                turns = drawn(options.seed, number, options.vocabulary)
+                completions = await ask(client, turns)
+            for answer in answers(number, turns, completions):
+                if kept is not None:
+                    print(json.dumps(answer), file=kept)
+                elif problem := differs(known[answer["name"]], answer):
+                    wrong.append(problem)
+                    print(f"{answer['name']}: {problem}\n{turns}", flush=True)
+                counts["choices"] += 1
+                counts["tokens"] += len(answer["tokens"])
+            for completion in completions:
+                usage, stats = completion.usage, completion.stats
+                if usage is not None and stats is not None:
+                    counts["drafts"] += usage.drafted_tokens
+                    counts["right"] += usage.accepted_drafts
+                    counts["handed off"] += bool(stats.prefill_address)
+                    counts["retractions"] += stats.retractions
+                    counts["resumed"] += stats.resumed
+            counts["requests"] += 1
+            if not counts["requests"] % 100 or counts["requests"] == options.requests:
+                said = ", ".join(f"{count} {name}" for name, count in counts.items())
+                print(f"{time.monotonic() - began:.0f} s: {said}, {len(wrong)} differ", flush=True)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(options.first, options.first + options.requests):
+                tasks.create_task(one(number))
+    if kept is not None:
+        kept.close()
+    if wrong:
+        sys.exit(1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plain", required=True, help="host:port of a gateway without drafts")
-    parser.add_argument("--drafting", required=True, help="host:port of one with drafts")
+    parser.add_argument("--gateway", required=True, help="host:port")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--keep", type=Path, help="file that gets the answers")
+    what.add_argument("--compare", type=Path, help="file of answers that these must equal")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--first", type=int, default=0, help="number of the first request")
+    parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=900, help="prompts have token ids below this")
     parser.add_argument("--seed", type=int, default=1)
-    asyncio.run(compare(parser.parse_args()))
+    asyncio.run(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ def test_hidden_states_behind_images_reach_no_drafter():
     sequence = request("a", range(10)).sequences[0]
     seen = []
     engine.scheduler.drafts._drafter.observe = lambda *given: seen.append(given)
-    engine.scheduler.drafts.observe(sequence, torch.zeros(2, 4))
+    engine.scheduler.drafts.observe(sequence, torch.zeros(2, 4), 10)
     sequence.request.images = (object(),)
-    engine.scheduler.drafts.observe(sequence, torch.zeros(2, 4))
+    engine.scheduler.drafts.observe(sequence, torch.zeros(2, 4), 10)
     assert len(seen) == 1

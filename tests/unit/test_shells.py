@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from baton import gateway
 from baton.config import DecodeConfig, PrefillConfig
@@ -16,9 +17,10 @@ from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.handoff.fetch import FetchCounters
 from baton.handoff.lease import LeaseCounters
-from baton.handoff.messages import AttemptName, ChunkAnnounced, GroupPages, StartPrefill
+from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, GroupPages, StartPrefill
 from baton.handoff.pull_cost import PullCost
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.layers.batch import FINAL
 from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.tracing.recorder import EventKind, Recorder
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
@@ -26,6 +28,7 @@ from baton.worker.decode.shell import DecodeShell
 from baton.worker.decode.stream import DecodeStream
 from baton.worker.decode.types import DecodeCounters, DoneOutput
 from baton.worker.handoff_messages import events_from, request_for
+from baton.worker.hidden_states import MOST_BYTES, HiddenForm, layers_to
 from baton.worker.prefill.core import PrefillCounters
 from baton.worker.prefill.shell import FULL_STEP, LeaseStream, PrefillShell
 from baton.worker.shell import WorkerShell
@@ -36,7 +39,7 @@ INFO = node_pb2.ModelInfo(vocab_size=100, context_length=64)
 class Surroundings:
     """No engine and no peers: what would reach the core is written down."""
 
-    incarnation, draining, model_info, core_or_none = 7, False, INFO, None
+    incarnation, draining, model_info, core_or_none, device = 7, False, INFO, None, "cpu"
 
     def __init__(self, config):
         self.recorder = Recorder(0)
@@ -263,6 +266,35 @@ def test_chunks_are_announced_as_the_caller_understands_them(understood, groups)
     said = {"groups": [OWN, *others]} if understood else {**OWN, "more": others}
     assert event.chunk == prefill_pb2.ChunkReady(last=True, step=6, **said)
     assert list(events_from(prefill_pb2.PrefillResponse(events=[event]), 100, {})) == [chunk]
+
+
+def test_hidden_states_are_sent_to_callers_that_ask_for_them():
+    """As many of the last tokens as have room, bit by bit."""
+    node, form = Prefill(PrefillConfig()), HiddenForm((1, FINAL), 2 * 4096, torch.bfloat16)
+    node.make_stream = LeaseStream
+    assert layers_to(form.layers) == [1, 2**32 - 1]
+    caller = node.open(prefill_pb2.PrefillHello(incarnation=3, hidden_layers=layers_to(form.layers)))
+    assert caller.hidden_layers == form.layers
+    states = torch.randn(9, form.values).bfloat16()
+    name = AttemptName(1, 2, 3, 4)
+    node._deliver({caller: [FirstSampled(name, ((5, None),), 3, (), states)]})
+    (event,) = events(caller)
+    assert len(event.first.hidden) == MOST_BYTES
+    response = prefill_pb2.PrefillResponse(events=[event])
+    (found,) = events_from(response, 100, {}, form)
+    assert torch.equal(found.hidden, states[-4:])
+    assert next(events_from(response, 100, {})).hidden is None
+    with pytest.raises(BatonError, match="65536 bytes of hidden states, of 24576 bytes a token"):
+        list(events_from(response, 100, {}, replace(form, values=3 * 4096)))
+    wide = torch.randn(2, 2**17)
+    node._deliver({caller: [FirstSampled(name, ((5, None),), 3, (), wide)]})
+    assert events(caller)[0].first.hidden == wide[1:].numpy().tobytes()
+
+
+@pytest.mark.parametrize("layers", [[3, 1], [1, 1], list(range(17))])
+def test_a_prefill_node_refuses_layers_out_of_order(layers):
+    with pytest.raises(BatonError, match="hidden_layers ascend and are at most 16"):
+        Prefill(PrefillConfig()).open(prefill_pb2.PrefillHello(incarnation=3, hidden_layers=layers))
 
 
 @pytest.mark.parametrize("grammar", [None, common_pb2.Grammar(regex="a+")])

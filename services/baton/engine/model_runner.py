@@ -332,13 +332,12 @@ class ModelRunner:
     def _eager(self, batch: Batch, host: HostBatch, every: bool, launched: LaunchedStep) -> torch.Tensor:
         """Returns the logits [wanted tokens, vocab] of a step of any size. `every`: also computes prompt
         log-probabilities and what is pooled, into `launched`."""
-        if self._tap:
-            batch.tap = HiddenTap(self._tap)
+        layers = tuple(sorted({*self._tap, *(layer for row in host.rows for layer in row.hidden_layers)}))
+        if layers:
+            batch.tap = HiddenTap(layers)
         hidden = final_states(self._body, batch)
-        if batch.tap is not None:
-            tapped = torch.cat(batch.tap.found, -1)
-            parts = torch.split(tapped, [row.count for row in host.rows])
-            launched.hidden = dict(zip(host.order, parts, strict=True))
+        if batch.tap is not None and len(batch.tap.found) == len(layers):
+            launched.hidden = self._tapped(dict(zip(layers, batch.tap.found, strict=True)), host)
         if every:
             leads = self._sampler is not None
             for i, row, start in zip(host.order, host.rows, host.starts.tolist(), strict=False):
@@ -349,6 +348,19 @@ class ModelRunner:
                     launched.prompts[i] = prompt_logprobs(self._body.logits, states, row, leads)
             hidden = hidden.index_select(0, to_device(host.wanted, self._device))
         return self._body.logits(hidden) if len(hidden) or self.kernels else hidden
+
+    def _tapped(self, found: Mapping[int, torch.Tensor], host: HostBatch) -> dict[int, torch.Tensor]:
+        """RowResult.hidden of each row that is to have it. `found`: of each layer, of all tokens."""
+        tapped: dict[int, torch.Tensor] = {}
+        if self._tap:
+            whole = torch.cat([found[layer] for layer in self._tap], -1)
+            parts = torch.split(whole, [row.count for row in host.rows])
+            tapped = dict(zip(host.order, parts, strict=True))
+        for i, row, start in zip(host.order, host.rows, host.starts.tolist(), strict=False):
+            if row.hidden_layers:
+                own = [found[layer][start : start + row.count] for layer in row.hidden_layers]
+                tapped[i] = torch.cat(own, -1)
+        return tapped
 
 
 def _is_decode(rows: Sequence[PlanRow]) -> bool:

@@ -99,6 +99,8 @@ class PlanRow:
     """Drafts of the slot's row in the step before, if nobody knew yet which of them are right. For each that
     is, the row starts one position later, and its drafts begin one later in `drafts`, which has so many more
     than the row."""
+    hidden_layers: tuple[int, ...] = ()
+    """Its hidden states of these are wanted: HiddenTap.layers. Of several ranks only the first knows."""
     images: tuple[ImageSpan, ...] = ()
     """All of the sequence's images; their pixels are not plain data."""
 
@@ -175,8 +177,8 @@ class RowResult:
     pooled: Vector | None = None
     """float32 [hidden], where PlanRow.pooling is set."""
     hidden: torch.Tensor | None = None
-    """[tokens, values], of a runner that a drafter reads hidden states from: of each token whose keys and
-    values the row has made final."""
+    """[tokens, values], of a runner that a drafter reads hidden states from, and of rows with `hidden_layers`
+    where the runner can: of each token whose keys and values the row has made final."""
 
     def sampled(self) -> list[tuple[int, Logprobs | None]]:
         """Each token with its log-probabilities."""

@@ -18,6 +18,8 @@ from baton.kvcache.page_keys import is_placeholder
 from baton.tracing.recorder import EventKind
 
 if TYPE_CHECKING:
+    import torch
+
     from baton.engine.images import ImageSpan
 
 
@@ -168,6 +170,10 @@ class EngineRequest:
     """A node was lost without a word while it may have been computing the request."""
     held: bool = field(init=False)
     """A suspect whose turn has not come; when there is room for it, it asks for its turn."""
+    hidden_layers: tuple[int, ...] = ()
+    """Whoever decodes its outputs wants hidden states of the prompt's last tokens: HiddenTap.layers."""
+    hidden: torch.Tensor | None = None
+    """These [tokens, values], once the prompt is complete."""
     images: tuple[ImageSpan, ...] = ()
     """In the order of the prompt, whose tokens are placeholders (kvcache.page_keys) where they lie."""
     pooling: Pooling | None = None

@@ -7,6 +7,7 @@ it plans and launches step N+1 before it commits step N. Page ownership goes thr
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.planner import DraftPlanner
@@ -29,6 +30,9 @@ from baton.engine.scheduler_state import SchedulerState
 from baton.engine.step_builder import Record, Step, StepBuilder, divide_budget
 from baton.kvcache import KvCacheManager
 from baton.tracing.recorder import EventKind
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Scheduler(SchedulerState):
@@ -279,7 +283,7 @@ class Scheduler(SchedulerState):
                 self.record(sequence.request, EventKind.CHUNK_ENDED, 0, step.plan.number)
                 self._commit_chunk(record, row)
             if row.hidden is not None and self.drafts is not None:
-                self.drafts.observe(sequence, row.hidden)
+                self.drafts.observe(sequence, row.hidden, sequence.retired)
 
     def _commit_decode(self, record: Record, row: RowResult) -> None:
         """Takes back what the row counted for drafts that were wrong."""
@@ -315,6 +319,8 @@ class Scheduler(SchedulerState):
             return
         for sequence in record.targets:
             sequence.unread -= 1
+        if request.hidden_layers:
+            request.hidden = row.hidden
         self._take_first_tokens(leader, row.sampled())
         # After the tokens, so that a receiver whose request they finish does not begin to pull.
         self.events.append(ChunkEvent(leader))
@@ -362,8 +368,14 @@ class Scheduler(SchedulerState):
 
     # --- hand-offs --------------------------------------------------------------------------------------
 
-    def first_tokens(self, leader: Sequence, tokens: list[tuple[int, Logprobs | None]]) -> None:
-        """Tokens that a prefill node has sampled for a sequence in HANDOFF and its followers."""
+    def first_tokens(
+        self, leader: Sequence, tokens: list[tuple[int, Logprobs | None]], hidden: torch.Tensor | None = None
+    ) -> None:
+        """Tokens that a prefill node has sampled for a sequence in HANDOFF and its followers. `hidden`:
+        states of the last tokens before them, for a drafter."""
+        if hidden is not None and self.drafts is not None:
+            for sequence in (leader, *leader.followers):
+                self.drafts.observe(sequence, hidden, len(leader.tokens))
         self._take_first_tokens(leader, tokens)
         group = [leader, *leader.followers]
         if all(sequence.finish is not None for sequence in group):

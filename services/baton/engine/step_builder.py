@@ -100,6 +100,7 @@ class StepBuilder:
             prompt_logprobs=wanted,
             prompt_top=(request.params.prompt_logprobs or 0) if wanted is not None else 0,
             pooling=request.pooling,
+            hidden_layers=request.hidden_layers if samples else (),
             images=request.images,
         )
         self._rows.append(row)

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.engine.plan import Logprobs
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 class AttemptName(NamedTuple):
@@ -194,6 +197,8 @@ class FirstSampled:
     tokens: tuple[tuple[int, Logprobs | None], ...]
     cached_tokens: int
     prompt_logprobs: tuple[Logprobs, ...]
+    hidden: torch.Tensor | None = None
+    """[tokens, values]: as EngineRequest.hidden."""
 
 
 @dataclass(frozen=True, slots=True)

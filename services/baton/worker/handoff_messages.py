@@ -23,6 +23,7 @@ from baton.rpc.errors import from_status
 from baton.rpc.validate import check_token_ids
 from baton.v1 import common_pb2, prefill_pb2
 from baton.worker.convert import grammar_to, logprobs_from, name_from, name_to, prompt_logprobs_from
+from baton.worker.hidden_states import HiddenForm
 
 _AnyGroup = prefill_pb2.GroupPages | prefill_pb2.ChunkReady
 
@@ -98,12 +99,17 @@ Positions = list[common_pb2.PositionLogprobs]
 
 
 def events_from(
-    response: prefill_pb2.PrefillResponse, vocab_size: int, parts: dict[AttemptName, Positions]
+    response: prefill_pb2.PrefillResponse,
+    vocab_size: int,
+    parts: dict[AttemptName, Positions],
+    form: HiddenForm | None = None,
 ) -> Iterator[PrefillOutput]:
     """The events of a message; kinds of later versions of the contract are passed over.
 
     parts: log-probabilities of prompts that have come only in part; the caller keeps them between messages.
-    Raises BatonError for a token outside the vocabulary: in a step it would fail everybody's rows.
+    form: of the hidden states that were asked for; None: none were.
+    Raises BatonError for a token outside the vocabulary, which in a step would fail everybody's rows, and for
+    hidden states of another form.
     """
     for event in response.events:
         name = name_from(event.attempt)
@@ -121,7 +127,8 @@ def events_from(
                 for t in first.tokens
             )
             logprobs = prompt_logprobs_from([*parts.pop(name, ()), *first.prompt_logprobs])
-            yield FirstSampled(name, tokens, first.cached_tokens, logprobs)
+            hidden = form.read(first.hidden) if form is not None and first.hidden else None
+            yield FirstSampled(name, tokens, first.cached_tokens, logprobs, hidden)
         elif kind == "prompt_logprobs":
             parts.setdefault(name, []).extend(event.prompt_logprobs.positions)
         elif kind == "finished":

@@ -17,6 +17,7 @@ from baton.rpc.outbox import Outbox, byte_size
 from baton.v1 import common_pb2, prefill_pb2
 from baton.worker.caller_stream import CallerStream
 from baton.worker.convert import logprobs_to, name_to, prompt_logprobs_to, status_of
+from baton.worker.hidden_states import hidden_to
 
 
 class LeaseStream(CallerStream):
@@ -27,6 +28,8 @@ class LeaseStream(CallerStream):
         self.names = RecentNames()
         self.chunk_groups = False
         """As in PrefillHello."""
+        self.hidden_layers: tuple[int, ...] = ()
+        """HiddenTap.layers that the caller wants with first tokens."""
 
     async def messages(self) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         async for message in self.outbox:
@@ -64,6 +67,8 @@ def events_of(output: PrefillOutput, chunk_groups: bool) -> Iterator[prefill_pb2
             yield prefill_pb2.PrefillEvent(attempt=event.attempt, prompt_logprobs=positions)
         event.first.cached_tokens = output.cached_tokens
         event.first.prompt_logprobs.extend(last)
+        if output.hidden is not None:
+            event.first.hidden = hidden_to(output.hidden)
         for token, logprobs in output.tokens:
             sampled = event.first.tokens.add(token_id=token)
             if logprobs is not None:

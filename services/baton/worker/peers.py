@@ -26,6 +26,7 @@ from baton.transport import Receiver, TransportError, share_gpu
 from baton.v1 import prefill_pb2
 from baton.worker.convert import layout_difference
 from baton.worker.handoff_messages import Positions, events_from, request_for
+from baton.worker.hidden_states import layers_to
 from baton.worker.shell import WorkerShell
 
 MAX_PEERS = 256
@@ -210,6 +211,8 @@ class PagePeer:
         hello = prefill_pb2.PrefillHello(
             incarnation=self._node.incarnation, layout=self._node.layout, chunk_groups=True
         )
+        if self._node.hidden_form is not None:
+            hello.hidden_layers.extend(layers_to(self._node.hidden_form.layers))
         return prefill_pb2.PrefillRequest(hello=hello)
 
     def welcomed(self, response: prefill_pb2.PrefillResponse) -> None:
@@ -251,10 +254,11 @@ class PagePeer:
         self._changed(peer, "")
 
     def received(self, response: prefill_pb2.PrefillResponse) -> None:
-        address = self.address
+        address, node = self.address, self._node
         self._asked = None
         try:
-            messages = list(events_from(response, self._node.model_info.vocab_size, self._parts))
+            vocabulary, form = node.model_info.vocab_size, node.hidden_form
+            messages = list(events_from(response, vocabulary, self._parts, form))
         except BatonError as error:
             self.link.reset(
                 failed_precondition(f"{address} sent what cannot be: {error.message}", "PROTOCOL")

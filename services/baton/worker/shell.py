@@ -17,6 +17,7 @@ from baton.v1 import common_pb2, node_pb2
 from baton.worker.core import WorkerCore
 
 if TYPE_CHECKING:
+    from baton.worker.hidden_states import HiddenForm
     from baton.worker.peers import PageLink, PagePeer
     from baton.worker.sources.sharing import LeaseOutputs
     from baton.worker.sources.shell import CacheLending, SourcePeers
@@ -61,6 +62,8 @@ class WorkerShell(Generic[C]):
     """None until the engine has been built."""
     streams: Streams
     recorder: Recorder
+    hidden_form: HiddenForm | None = None
+    """Of hidden states that a drafter here wants with first tokens; None: none does."""
     lending: CacheLending
     sources: SourcePeers
 

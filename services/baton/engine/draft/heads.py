@@ -2,7 +2,8 @@
 
 A head computes pairs: the model's hidden states at a position, and the token that follows it. Its keys and
 values are those of the pairs that it has had, in the order of their positions. Positions whose hidden states
-never came (cached prefixes, prompts computed elsewhere) are left out, and the head attends to what it has.
+never came (cached prefixes, prompts computed elsewhere but for their ends) are left out, and the head attends
+to what it has.
 Guesses behind the first take the head's own states for the model's; their keys and values are written over.
 """
 
@@ -125,7 +126,7 @@ class HeadDrafter(Drafter):
         known = max(0, state.seen - start)
         if known < len(hidden):
             # A copy: it is a part of what the whole step has computed.
-            state.waiting.append((start + known, hidden[known:].clone()))
+            state.waiting.append((start + known, hidden[known:].to(self._pool.device, copy=True)))
             state.seen = start + len(hidden)
             self._waiting[state] = None
 

@@ -113,11 +113,11 @@ class DraftPlanner:
         drafts = drafts[: len(sequence.holding) * self._page_size - end]
         return drafts if len(drafts) > sequence.drafted else ()
 
-    def observe(self, sequence: TokenSequence, hidden: torch.Tensor) -> None:
-        """The hidden states of the last tokens that have retired."""
+    def observe(self, sequence: TokenSequence, hidden: torch.Tensor, end: int) -> None:
+        """The hidden states of the sequence's last tokens before position `end`."""
         if not self.broken and not sequence.request.images:
             with self._guarded():
-                self._drafter.observe(sequence, sequence.retired - len(hidden), hidden)
+                self._drafter.observe(sequence, end - len(hidden), hidden)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -128,7 +128,7 @@ class RemotePrefill:
             request.cached_tokens = min(message.cached_tokens, len(leader.tokens))
         if request.wants_prompt_logprobs:
             request.prompt_logprobs = list(message.prompt_logprobs)
-        self.scheduler.first_tokens(leader, list(message.tokens))
+        self.scheduler.first_tokens(leader, list(message.tokens), message.hidden)
         if leader in self:
             self.fetches.advance(handoff, now)
 

@@ -19,6 +19,7 @@ from baton.worker.decode.core import DecodeCore, DecodeOutputs
 from baton.worker.decode.peers import PrefillPeers
 from baton.worker.decode.stream import DecodeStream, add_output
 from baton.worker.decode.types import Key
+from baton.worker.hidden_states import HiddenForm
 from baton.worker.peers import PageLink, PagePeer
 from baton.worker.shell import WorkerShell
 
@@ -45,9 +46,10 @@ class DecodeShell(WorkerShell[DecodeCore]):
             # A GPU samples all positions of a row before the host knows what its grammar allows there.
             draft_grammars=self.device == "cpu",
         )
-        return DecodeCore(
-            cache, scheduling, config, self, self.recorder, self.page_bytes, self.make_drafter()
-        )
+        drafter = self.make_drafter()
+        if drafter is not None and drafter.tap:
+            self.hidden_form = HiddenForm.of(drafter.tap, self.model_info)
+        return DecodeCore(cache, scheduling, config, self, self.recorder, self.page_bytes, drafter)
 
     def make_drafter(self) -> Drafter | None:
         """None: no row has drafts."""

@@ -350,7 +350,11 @@ class PrefillCore:
         holding = request.sequences[0].holding
         self.leases.complete(attempt, holding.held if holding is not None else 0, now)
         first = FirstSampled(
-            attempt.name, tuple(attempt.first), request.cached_tokens or 0, tuple(request.prompt_logprobs)
+            attempt.name,
+            tuple(attempt.first),
+            request.cached_tokens or 0,
+            tuple(request.prompt_logprobs),
+            request.hidden,
         )
         self.leases.outputs.append((attempt.holder, first))
         if not attempt.keep_pages:

@@ -14,6 +14,7 @@ from baton.rpc.errors import BatonError, failed_precondition, invalid, to_status
 from baton.tracing.recorder import EventKind
 from baton.v1 import node_pb2, prefill_pb2
 from baton.worker.convert import check_start, layout_difference, name_from, request_from, sampling_from
+from baton.worker.hidden_states import layers_from
 from baton.worker.lease_stream import LeaseStream, events_of
 from baton.worker.prefill.core import PrefillCore
 from baton.worker.shell import WorkerShell
@@ -59,8 +60,11 @@ class PrefillShell(WorkerShell[PrefillCore]):
             if difference is not None:
                 raise failed_precondition(difference, "LAYOUT_MISMATCH")
         self.require_turning()
+        layers = layers_from(hello.hidden_layers)
         stream = self.make_stream(hello.incarnation)
         stream.chunk_groups = hello.chunk_groups
+        if self.device == "cpu":  # no CUDA graph leaves any
+            stream.hidden_layers = layers
         self.steps.call(lambda core, now: core.leases.connect(stream, now))
         return stream
 
@@ -116,6 +120,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         params = sampling_from(start.sampling, info.eos_token_ids, info.context_length)
         choices = (delivered,) if delivered else ()
         request = request_from(start, name, n, choices, params, self.clock(), self.config.request_seconds)
+        request.hidden_layers = caller.hidden_layers
         keep = start.keep_pages if start.HasField("keep_pages") else True
         ahead = start.announce_ahead
         self.steps.call(lambda core, now: core.start(caller, name, request, keep, now, ahead, sources))
