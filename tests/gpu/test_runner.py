@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine.batch import HostBatch
+from baton.engine.captured_work import CapturedWork
 from baton.engine.launched_step import LaunchedStep
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
@@ -159,6 +160,7 @@ def test_replay_equals_the_same_step_without_a_graph(checkpoint, pair):
         init = SlotInit(slot, SamplingParams(temperature=slot % 3 * 0.5, seed=slot), slot, (), ())
         runner.read(runner.launch(StepPlan(1, (row,), (init,))))
     graphs = runner.graphs
+    work = CapturedWork(runner._body, runner._slots, runner._caches, runner._attention, runner._sampling)
     tokens = runner._slots.last_token
     last = tokens.clone()
     with torch.inference_mode():
@@ -174,8 +176,8 @@ def test_replay_equals_the_same_step_without_a_graph(checkpoint, pair):
             inputs = graphs.inputs(count)
             inputs.logits.zero_()
             inputs.result.zero_()
-            runner._decode(inputs)
-            runner._sample_plain(inputs)
+            work.decode(inputs)
+            work.sample_plain(inputs)
             assert torch.equal(inputs.logits, logits), count
             assert torch.equal(inputs.result, result), count
             assert logits.isfinite().all()
@@ -209,11 +211,11 @@ def test_a_small_step_by_graph_equals_the_same_without(checkpoint, pair):
             changes = runner._slots.changes(step.rows, {})
             if changes is not None:
                 runner._slots.write(*(to_device(array, CUDA) for array in changes))
-            want = runner._eager(step, False, flight).float()
+            want = runner._eager(runner._batch(step, every=False), step, False, flight).float()
             first = graphs.shape(step)
-            for shape in [shape for shape in graphs._shapes if shape >= first and shape[1] >= len(step.rows)]:
+            for shape in [each for each in graphs._shapes if each >= first and each.rows >= len(step.rows)]:
                 used.add(shape)
-                got = graphs.run(shape, step).float().clone()
+                got = graphs.run(shape, step, None).float().clone()
                 torch.testing.assert_close(got, want, atol=0.2, rtol=0.05)
                 assert (got - want).abs().mean() < 0.03
     assert used == set(graphs._shapes)
