@@ -10,5 +10,8 @@ class Shell:
     def retire(self, step):
         self.retired.append(step)
 
+    def want_images(self, request, images):
+        raise AssertionError("no request here has images")
+
     def observe(self):
         self.observed += 1

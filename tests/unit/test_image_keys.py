@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from test_scheduler import Engine, check_outputs, request
 
-from baton.engine.images import ImageSpan, with_placeholders
+from baton.engine.image_spans import ImageSpan, with_placeholders
 from baton.engine.plan import PlanRow
+from baton.engine.scheduler import Scheduler
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_events import PromptDigests, TreeEvents, TreeLog
 from baton.kvcache.page_keys import page_key, placeholder
@@ -38,7 +39,7 @@ def with_images(key, parts, **options):
             tokens.append(part)
             continue
         name, count = part
-        images.append(ImageSpan(len(tokens), 1, count, name, PIXELS))
+        images.append(ImageSpan(len(tokens), 1, count, name))
         tokens += [0] * count
     made = request(key, with_placeholders(tokens, images), **options)
     made.images = tuple(images)
@@ -46,12 +47,34 @@ def with_images(key, parts, **options):
 
 
 class SeeingEngine(Engine):
+    """Contents of images come two turns after they were asked for."""
+
     def __init__(self, pages=64, **options):
         super().__init__(pages=pages, **options)
         self.allocator = PageAllocator(pages)
         tree = PrefixTree(SIZE, images=True)
         self.cache = KvCacheManager(self.allocator, tree)
-        self.scheduler = type(self.scheduler)(self.cache, self.scheduler.config)
+        self.scheduler = Scheduler(self.cache, self.scheduler.config, want_images=self.want)
+        self.wanted, self.turns = [], 0
+
+    def want(self, asked, images):
+        assert images and not any(image.content is not None for image in images)
+        self.wanted.append((self.turns + 2, asked, images))
+
+    def turn(self):
+        self.turns += 1
+        while self.wanted and self.wanted[0][0] <= self.turns:
+            _, asked, images = self.wanted.pop(0)
+            self.scheduler.images_here(asked, {image.digest: PIXELS for image in images})
+        return super().turn()
+
+    def check_in_use(self, plan):
+        """What is computed of an image is computed of its contents."""
+        super().check_in_use(plan)
+        for row in plan.rows:
+            for image in row.images:
+                if image.start < row.start + row.count and row.start < image.end:
+                    assert image.content is PIXELS
 
     def ask(self, asked):
         self.scheduler.submit(asked)
@@ -121,6 +144,7 @@ def test_random_mixes_in_tiny_caches(overlap):
     plain = [each for each in asked if not each.params.penalized]
     check_outputs(engine, plain)
     assert sum(each.cached_tokens > 0 for each in asked) > 20
+    assert not any(image.content is not None for each in asked for image in each.images)
     for each in asked:  # penalties know the text alone
         if each.params.penalized:
             assert len(engine.tokens[(each.key, 0)]) == each.params.max_tokens

@@ -10,7 +10,7 @@ import pytest
 import torch
 from random_checkpoints import Driver
 
-from baton.engine.images import ImageSpan, rotary_positions, with_placeholders
+from baton.engine.image_spans import ImageSpan, rotary_positions, with_placeholders, without_contents
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler
@@ -54,7 +54,7 @@ def inputs_of(tokens, images):
     kinds = torch.zeros_like(ids)
     for image in images:
         kinds[0, image.start : image.end] = 1
-    made = processor()([image.pixels for image in images], return_tensors="pt", do_resize=False)
+    made = processor()([image.content for image in images], return_tensors="pt", do_resize=False)
     return {"input_ids": ids, "mm_token_type_ids": kinds, "attention_mask": torch.ones_like(ids), **made}
 
 
@@ -194,12 +194,19 @@ class SeeingEngine:
         config = SchedulerConfig(
             context_length=256, token_budget=11, max_rows=8, watermark=0, output_margin=0
         )
-        self.scheduler = Scheduler(self.cache, config)
+        self.contents, self.fetched = {}, 0
+        self.scheduler = Scheduler(self.cache, config, want_images=self.fetch)
+
+    def fetch(self, request, images):
+        self.fetched += 1
+        self.scheduler.images_here(request, {image.digest: self.contents[image.digest] for image in images})
 
     def answers(self, *asked):
         """Output of each choice of each request."""
         found = {}
         for request in asked:
+            self.contents |= {image.digest: image.content for image in request.images}
+            request.images = without_contents(request.images)
             self.scheduler.submit(request)
         while self.scheduler.requests:
             step = self.scheduler.plan()
@@ -235,14 +242,15 @@ def test_cached_forked_resumed_and_beside_an_image_of_one_other_pixel(saved):
     again = asks("b", tokens, images)
     assert engine.answers(again) == {("b", 0): wanted}
     assert again.cached_tokens == (len(tokens) - 1) // 4 * 4
+    assert engine.fetched == 1  # all images' pages are cached
     forked = engine.answers(asks("c", tokens, images, n=2))
     assert forked == {("c", 0): wanted, ("c", 1): wanted}
     resumed = engine.answers(asks("d", tokens, images, delivered=(tuple(wanted[:3]),)))
     assert resumed == {("d", 0): wanted[3:]}
-    other = images[0].pixels.copy()
+    other = images[0].content.copy()
     other[11, 30, 2] ^= 1
     digest = hashlib.sha256(other.tobytes()).digest()
-    changed = (replace(images[0], pixels=other, digest=digest), images[1])
+    changed = (replace(images[0], content=other, digest=digest), images[1])
     near = asks("e", tokens, changed)
     assert engine.answers(near) == {("e", 0): greedy(model, tokens, changed)}
     assert near.cached_tokens == 4  # the text before it
@@ -250,11 +258,12 @@ def test_cached_forked_resumed_and_beside_an_image_of_one_other_pixel(saved):
 
 def test_retracted_requests_see_their_images_again(saved):
     path, model = saved
-    engine = SeeingEngine(path, 20)
-    texts = [prompt_of([4, (24, 40), 3], seed=9), prompt_of([4, (40, 24), 5], seed=9)]
+    engine = SeeingEngine(path, 13)
+    parts = [4, (24, 40), 3], [4, (40, 24), 5], [2, (24, 24), 5]
+    texts = [prompt_of(each, seed=9) for each in parts]
     asked = [asks(key, *text, count=24) for key, text in enumerate(texts)]
     found = engine.answers(*asked)
-    assert sum(each.retractions for each in asked) > 0
+    assert sum(each.retractions for each in asked) > 0 and engine.fetched > 3
     assert found == {(key, 0): greedy(model, *text, count=24) for key, text in enumerate(texts)}
 
 

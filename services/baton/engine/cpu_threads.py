@@ -17,6 +17,7 @@ import torch
 
 from baton import cgroups
 from baton.engine.grammar_masks import MaskStats
+from baton.engine.images import ImageEncoder
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan, StepResult
 from baton.engine.sampling_params import SamplingParams
 
@@ -49,6 +50,11 @@ class TunedRunner:
     @property
     def mask_stats(self) -> MaskStats:
         return getattr(self._runner, "mask_stats", MaskStats())
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        """See ModelRunner."""
+        return getattr(self._runner, "images", None)
 
     def launch(self, plan: StepPlan) -> Any:
         tokens = plan.num_tokens

@@ -100,7 +100,8 @@ class ModelRunner:
             sampler = make(max_slots, self.vocab_size, self._device)
         self._sampler = sampler
         """Only rank 0 samples and has results."""
-        self._images = None if model.vision is None else ImageEncoder(model.vision)
+        self.images = None if model.vision is None or kernels else ImageEncoder(model.vision)
+        """None: it computes no images."""
         self._sampling = StepSampling(sampler, self._slots, model.communicator)
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
@@ -313,9 +314,9 @@ class ModelRunner:
                 part.starts = None if part.longest == 1 else starts
         axes, embeddings = None, None
         if any(row.images for row in host.rows):
-            if self._images is None or self._caches:
+            if self.images is None:
                 raise ValueError("images are computed by models with a vision tower, without kernels, only")
-            axes, embeddings = self._images.lanes(host, self._device)
+            axes, embeddings = self.images.lanes(host, self._device)
         return Batch(
             self._slots.tokens(ids, token_slots),
             positions,

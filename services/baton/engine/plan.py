@@ -28,7 +28,7 @@ from baton.step_cost import StepLoad, chunk_pairs
 if TYPE_CHECKING:
     import torch
 
-    from baton.engine.images import ImageSpan
+    from baton.engine.image_spans import ImageSpan
 
 Vector = npt.NDArray[np.float32]
 
@@ -102,7 +102,7 @@ class PlanRow:
     hidden_layers: tuple[int, ...] = ()
     """Its hidden states of these are wanted: HiddenTap.layers. Of several ranks only the first knows."""
     images: tuple[ImageSpan, ...] = ()
-    """All of the sequence's images; their pixels are not plain data."""
+    """All of the sequence's images; their contents are not plain data."""
 
     @property
     def count(self) -> int:

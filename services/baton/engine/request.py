@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from baton.engine.draft.length import RowDrafts
+from baton.engine.image_spans import ImageSource, ImageSpan
 from baton.engine.plan import Logprobs, Pooling, Vector
 from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import CompiledGrammar
@@ -19,8 +20,6 @@ from baton.tracing.recorder import EventKind
 
 if TYPE_CHECKING:
     import torch
-
-    from baton.engine.images import ImageSpan
 
 
 class EngineFinishReason(Enum):
@@ -176,6 +175,10 @@ class EngineRequest:
     """These [tokens, values], once the prompt is complete."""
     images: tuple[ImageSpan, ...] = ()
     """In the order of the prompt, whose tokens are placeholders (kvcache.page_keys) where they lie."""
+    image_source: ImageSource | None = None
+    """Where their contents are to be had."""
+    awaits_images: bool = False
+    """Contents that it needs to be computed here are under way."""
     pooling: Pooling | None = None
     """An embedding is wanted: the prompt is computed, and no token is sampled. None: tokens are wanted."""
     pooled: Vector | None = None
@@ -200,7 +203,7 @@ class EngineRequest:
     @property
     def blocked(self) -> bool:
         """Whether it may wait for something else than room."""
-        return self.held or self.awaits_grammar
+        return self.held or self.awaits_grammar or self.awaits_images
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from baton.engine.image_spans import ImageSpan
 from baton.engine.plan import Logprobs
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
@@ -82,6 +83,8 @@ class Peer:
     """Whether it runs on this node's GPU."""
     grammars: bool = False
     """Whether it can constrain output."""
+    images: bool = False
+    """Whether it computes prompts with images."""
     incarnation: int = 0
 
 
@@ -121,6 +124,8 @@ class AskCached:
     name: AttemptName
     token_ids: tuple[int, ...]
     namespace: str
+    images: tuple[ImageSpan, ...] = ()
+    """The last may reach beyond the tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import grpc
 from google.rpc import status_pb2
 
+from baton.engine.image_spans import with_placeholders
 from baton.engine.plan import Logprobs
 from baton.engine.request import EngineFinishReason, EngineRequest
 from baton.engine.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ from baton.rpc.validate import (
     require_grammars,
 )
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
+from baton.worker.images.spans import check_images, source_from, spans_from
 
 FINISH_REASONS = {
     EngineFinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -107,13 +109,10 @@ def grammar_to(spec: GrammarSpec) -> common_pb2.Grammar:
 
 
 def check_start(
-    token_ids: Sequence[int],
-    delivered: int,
-    sampling: common_pb2.SamplingParams,
-    n: int,
-    info: node_pb2.ModelInfo,
+    start: decode_pb2.DecodeStart | prefill_pb2.PrefillStart, n: int, info: node_pb2.ModelInfo
 ) -> None:
-    """What PrefillStart and DecodeStart have in common. Raises BatonError naming the field."""
+    """What both kinds have in common. Raises BatonError naming the field."""
+    token_ids, delivered, sampling = start.token_ids, start.delivered, start.sampling
     check_generates(info)
     vocab_size, context_length = info.vocab_size, info.context_length
     if not token_ids:
@@ -129,6 +128,7 @@ def check_start(
         raise invalid("n", "n must be 1 with delivered: only DecodeStart.choices resumes several choices")
     check_sampling(sampling, vocab_size, "sampling", allow_stop=False)
     require_grammars(sampling, info.grammars)
+    check_images(start, info)
     if sampling.HasField("max_tokens") and delivered >= sampling.max_tokens:
         raise invalid("delivered", "delivered must be less than sampling.max_tokens: nothing is left to do")
 
@@ -169,10 +169,11 @@ def request_from(
     most_seconds: float,
 ) -> EngineRequest:
     """A checked start as the engine takes it. `most_seconds`: the node's own limit."""
+    spans = spans_from(start.images)
     seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else most_seconds
     return EngineRequest(
         key=key,
-        prompt=tuple(start.token_ids[: len(start.token_ids) - start.delivered]),
+        prompt=with_placeholders(start.token_ids[: len(start.token_ids) - start.delivered], spans),
         delivered=delivered,
         params=params,
         n=n,
@@ -180,6 +181,8 @@ def request_from(
         priority=start.priority,
         deadline=now + min(seconds, most_seconds),
         failed_steps=start.failed_steps,
+        images=spans,
+        image_source=source_from(start),
         suspect=isinstance(start, decode_pb2.DecodeStart) and start.suspect,
     )
 

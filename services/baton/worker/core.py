@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from baton.engine.image_spans import ImageContent, ImageSpan
+from baton.engine.request import EngineRequest
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_loop import Core
 from baton.engine.step_stats import StepStats
 from baton.handoff.messages import FetchEffect
 from baton.worker.sources.sharing import CacheSharing, SharingShell
 
+
+@dataclass(frozen=True, slots=True)
+class NoImages:
+    """Contents of images have not come. `code` is the name of a gRPC status code."""
+
+    code: str
+    reason: str
+    message: str
+
+
+FetchedImages = Mapping[bytes, ImageContent] | NoImages
+"""Contents by digest, or why there are none."""
 Outputs = TypeVar("Outputs", contravariant=True)
 """What a role's core has to say to its callers."""
 
@@ -33,6 +48,9 @@ class WorkerCore(Core, Protocol):
     def page_uses(self) -> bytearray:
         """A kvcache.page_map.PageUse for each page of the pool."""
 
+    def images_fetched(self, request: EngineRequest, outcome: FetchedImages) -> None:
+        """The answer to `want_images`. The request may have ended meanwhile."""
+
     def node_failed(self, message: str) -> None:
         """Sends callers the failures of requests that may have ended the process."""
 
@@ -45,6 +63,9 @@ class CoreShell(SharingShell, Protocol[Outputs]):
 
     def retire(self, step: int) -> None:
         """Tells receivers that see this node's memory of a retired step."""
+
+    def want_images(self, request: EngineRequest, images: tuple[ImageSpan, ...]) -> None:
+        """Fetches contents of images that the request lacks, and calls `images_fetched`."""
 
     def observe(self) -> None:
         """Called after each flush."""

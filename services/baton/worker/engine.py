@@ -18,6 +18,7 @@ from baton.config import WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
 from baton.engine.draft.base import Drafter
 from baton.engine.grammar_masks import MaskStats
+from baton.engine.images import ImageEncoder
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import Runner
 from baton.engine.timed_runner import TimedRunner
@@ -105,6 +106,8 @@ class Engine:
     """None: there is no host tier."""
     drafter: Drafter | None
     """The one with a model of its own; None: there is none."""
+    images: ImageEncoder | None
+    """None: prompts with images are refused."""
 
     @property
     def pages(self) -> PageStore:
@@ -228,7 +231,7 @@ def _build_ranked(
     if host_memory is not None and config.disk:
         meaning = message.SerializeToString(deterministic=True)
         host_memory.add_disk(Path(config.disk), parse_size(config.disk_size, "disk_size"), meaning)
-    pooling = read_pooling(path)
+    pooling, images = read_pooling(path), getattr(runner, "images", None)
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture,
@@ -243,6 +246,7 @@ def _build_ranked(
         embeds_only=shape.embeds_only,
         default_pooling=embed_pb2.POOLING_MEAN if pooling.mode == "mean" else embed_pb2.POOLING_LAST,
         default_normalize=pooling.normalize,
+        images=images is not None,
     )
     _log.info(
         "engine ready",
@@ -275,6 +279,7 @@ def _build_ranked(
         trials=trials,
         host_memory=host_memory,
         drafter=drafter,
+        images=images,
     )
 
 

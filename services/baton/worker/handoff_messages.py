@@ -24,6 +24,7 @@ from baton.rpc.validate import check_token_ids
 from baton.v1 import common_pb2, prefill_pb2
 from baton.worker.convert import grammar_to, logprobs_from, name_from, name_to, prompt_logprobs_from
 from baton.worker.hidden_states import HiddenForm
+from baton.worker.images.spans import images_to, plain_tokens
 
 _AnyGroup = prefill_pb2.GroupPages | prefill_pb2.ChunkReady
 
@@ -35,7 +36,10 @@ def request_for(effect: object, ahead: bool) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(start=_start(effect, ahead))
     if isinstance(effect, AskCached):
         cached = prefill_pb2.CachedPrompt(
-            attempt=name_to(effect.name), token_ids=effect.token_ids, namespace=effect.namespace
+            attempt=name_to(effect.name),
+            token_ids=plain_tokens(effect.token_ids),
+            namespace=effect.namespace,
+            images=images_to(effect.images),
         )
         return prefill_pb2.PrefillRequest(cached=cached)
     if isinstance(effect, CancelPrefill):
@@ -53,7 +57,7 @@ def _start(effect: StartPrefill, ahead: bool) -> prefill_pb2.PrefillStart:
     request = effect.request
     start = prefill_pb2.PrefillStart(
         attempt=name_to(effect.name),
-        token_ids=effect.token_ids,
+        token_ids=plain_tokens(effect.token_ids) if request.images else effect.token_ids,
         delivered=effect.delivered,
         sampling=sampling_to(effect.params),
         n=effect.n,
@@ -63,7 +67,11 @@ def _start(effect: StartPrefill, ahead: bool) -> prefill_pb2.PrefillStart:
         failed_steps=request.failed_steps,
         traceparent=request.trace,
         sources=[common_pb2.PromptSource(**asdict(source)) for source in effect.sources],
+        images=images_to(request.images),
     )
+    if request.image_source is not None:
+        start.pictures = request.image_source.pictures
+        start.encoders.extend(request.image_source.encoders)
     if effect.remaining != float("inf"):
         start.timeout_ms = max(1, int(effect.remaining * 1000))
     return start

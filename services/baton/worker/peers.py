@@ -250,6 +250,7 @@ class PagePeer:
             incarnation=welcome.incarnation,
             shares_gpu=shares_gpu,
             grammars=welcome.grammars,
+            images=welcome.images,
         )
         self._changed(peer, "")
 

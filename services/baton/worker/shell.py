@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from baton.config import WorkerConfig
+from baton.engine.image_spans import ImageSpan
+from baton.engine.request import EngineRequest
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.handoff.messages import FetchEffect
@@ -94,6 +96,10 @@ class WorkerShell(Generic[C]):
         self, spec: GrammarSpec, done: Callable[[CompiledGrammar | GrammarError], None]
     ) -> None:
         """Calls `done` on the event loop, once; at once if the outcome is known."""
+        raise NotImplementedError
+
+    def want_images(self, request: EngineRequest, images: tuple[ImageSpan, ...]) -> None:
+        """See worker.core.CoreShell."""
         raise NotImplementedError
 
     @property

@@ -30,7 +30,7 @@ from baton.handoff.messages import PrefillOutput, PromptSource, ReleaseLease
 from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import TOKENS_EVERY, EventKind, Recorder
-from baton.worker.core import CoreShell
+from baton.worker.core import CoreShell, FetchedImages, NoImages
 from baton.worker.decode.admission_control import AdmissionControl
 from baton.worker.decode.prompt_routing import LOCAL_PREFILL_TOKENS, PromptRouting, Unroutable
 from baton.worker.decode.remote_prefill import Handoff, RemotePrefill
@@ -92,6 +92,7 @@ class DecodeCore:
             record=self._scheduled,
             ask_turn=lambda request: self.suspects.ask(self.unfinished[request.key]),  # type: ignore[index]
             drafter=self.drafter,
+            want_images=self.shell.want_images,
         )
         self.handoffs = RemotePrefill(self.config, self.scheduler, self.unfinished, self.recording)
         self.fetches = self.handoffs.fetches
@@ -180,6 +181,15 @@ class DecodeCore:
             self._fail(state, "INVALID_ARGUMENT", "INVALID_GRAMMAR", f"{field}: {outcome}", field)
         else:
             request.grammar = outcome
+
+    def images_fetched(self, request: EngineRequest, outcome: FetchedImages) -> None:
+        state = self.unfinished.get(request.key)  # type: ignore[call-overload]
+        if state is None or state.request is not request:
+            return
+        if isinstance(outcome, NoImages):
+            self._fail(state, outcome.code, outcome.reason, outcome.message)
+        else:
+            self.scheduler.images_here(request, outcome)
 
     def cancel(self, key: Key) -> None:
         """An unknown name has ended: its terminal event is under way to the caller."""

@@ -63,6 +63,8 @@ class PromptRouting:
             peer = self.peers[address]
             if peer.up and state.request.grammar is not None and not peer.grammars:
                 continue
+            if peer.up and state.request.images and not peer.images:
+                continue
             if peer.up and address not in self.handoffs.fetches.pulls.overdue:
                 if self.scheduler.in_flight(leader):
                     return PromptRoute.DEFER

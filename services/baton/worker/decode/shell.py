@@ -162,7 +162,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
             self.peers.check_room(start.prefill)
             if self.draining:
                 raise unavailable("this node is draining; use another decode node", "DRAINING")
-            check_start(start.token_ids, start.delivered, start.sampling, n, info)
+            check_start(start, n, info)
             for index, choice in enumerate(start.choices):
                 check_token_ids(choice.token_ids, info.vocab_size, f"choices[{index}].token_ids")
             delivered = delivered_from(start, n, info.context_length)

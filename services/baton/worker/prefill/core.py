@@ -37,7 +37,7 @@ from baton.handoff.messages import AttemptName, FirstSampled, PromptSource
 from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import EventKind, Recorder
-from baton.worker.core import CoreShell
+from baton.worker.core import CoreShell, FetchedImages, NoImages
 from baton.worker.sources.sharing import CacheSharing, LeaseOutputs, by_holder
 
 
@@ -132,7 +132,13 @@ class PrefillCore:
 
     def __post_init__(self) -> None:
         limits = replace(self.scheduling, prompt_only=True)
-        self.scheduler = Scheduler(self.cache, limits, may_admit=self.may_admit, record=self._record)
+        self.scheduler = Scheduler(
+            self.cache,
+            limits,
+            may_admit=self.may_admit,
+            record=self._record,
+            want_images=self.shell.want_images,
+        )
         most = int(self.cache.counts().total * self.config.max_leased_fraction)
         grace = self.config.lease_grace_seconds
         self.leases = Leases(self.cache, grace=grace, max_pages=most, recorder=self.recorder)
@@ -210,6 +216,15 @@ class PrefillCore:
         else:
             request.grammar = outcome
 
+    def images_fetched(self, request: EngineRequest, outcome: FetchedImages) -> None:
+        attempt = self._attempt_of(request)
+        if attempt is None or attempt.request is not request:
+            return
+        if isinstance(outcome, NoImages):
+            self.leases.fail(attempt, outcome.code, outcome.reason, outcome.message)
+        else:
+            self.scheduler.images_here(request, outcome)
+
     def cancel(self, holder: Hashable, name: AttemptName) -> None:
         attempt = self.leases.cancel(holder, name)
         if attempt is not None and not self._cancelled.hold(attempt):
@@ -239,7 +254,7 @@ class PrefillCore:
             self.cache.tier.tick(now)
         self.leases.tick(now)
         borrows = self.sharing.borrower.waits
-        waits = any(not (s.request.awaits_grammar or borrows(s.request)) for s in self.scheduler.waiting)
+        waits = any(not (s.request.blocked or borrows(s.request)) for s in self.scheduler.waiting)
         blocked = waits and not self.scheduler.prompts
         self.leases.revoke_under_pressure(blocked, now)
         self.sharing.tick(now, blocked)

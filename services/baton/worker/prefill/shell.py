@@ -109,7 +109,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         try:
             if self.draining:
                 raise unavailable("this node is draining; use another prefill node", "DRAINING")
-            check_start(start.token_ids, start.delivered, start.sampling, n, info)
+            check_start(start, n, info)
             sources = self.sources.named(start.sources)
         except BatonError as error:
             event = prefill_pb2.PrefillEvent(attempt=start.attempt, failed=to_status(error))
@@ -137,6 +137,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
             endpoints=self.endpoints(),
             lease_grace_ms=int(self.config.lease_grace_seconds * 1000),
             grammars=self.model_info.grammars,
+            images=self.model_info.images,
         )
         return [prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=welcome)])]
 

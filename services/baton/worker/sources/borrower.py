@@ -145,7 +145,8 @@ class Borrower:
         cached = self._scheduler.cached_pages(leader)
         while wanted.sources:
             source = wanted.sources[0]
-            rows = min(source.tokens, _nameable(leader)) // size
+            # The last token is computed, for its logits.
+            rows = min(source.tokens, len(leader.tokens) - 1) // size
             peer = self.peers.get(source.address)
             if rows > cached and self._pays(cached * size, rows * size) and peer is not None:
                 if not peer.up and now - peer.since < CONNECT_SECONDS:
@@ -210,13 +211,15 @@ class Borrower:
             begins=[],
             done=True,
             request=leader.request,
-            prompt=tuple(leader.tokens[: _nameable(leader) // size * size]),
+            prompt=tuple(leader.tokens[: (len(leader.tokens) - 1) // size * size]),
             asked=self._recorder.clock(),
             due=now + ANSWER_SECONDS,
             saves=self._saved(begin, end),
         )
         self.fetches.begin(borrowing)
-        ask = AskCached(source.address, name, borrowing.prompt, leader.request.namespace)
+        prompt, request = borrowing.prompt, leader.request
+        images = tuple(image for image in request.images if image.start < len(prompt))
+        ask = AskCached(source.address, name, prompt, request.namespace, images)
         self.fetches.effects.append(ask)
 
     # --- what sources say, and time: worker.peers.PageTaker -----------------------------------------------
@@ -328,10 +331,3 @@ class Borrower:
             wanted.running = None
         if borrowing.holding is not None:
             self._cache.release(borrowing.holding, 0)
-
-
-def _nameable(leader: Sequence) -> int:
-    """Tokens of a prompt that a source can be asked for: the last is computed, for its logits, and messages
-    name no images."""
-    images = leader.request.images
-    return images[0].start if images else len(leader.tokens) - 1

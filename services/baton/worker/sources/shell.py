@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.config import PrefillConfig
+from baton.engine.image_spans import with_placeholders
 from baton.handoff.messages import PromptSource
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
@@ -14,6 +15,7 @@ from baton.rpc.link import Link
 from baton.v1 import cache_pb2_grpc, common_pb2, prefill_pb2
 from baton.worker.convert import layout_difference, name_from
 from baton.worker.handoff_messages import several
+from baton.worker.images.spans import check_spans, spans_from
 from baton.worker.lease_stream import LeaseStream, events_of
 from baton.worker.peers import PagePeer, PagePeers
 from baton.worker.shell import WorkerShell
@@ -76,7 +78,9 @@ class CacheLending:
                 text = f"attempt {name} was started twice on this stream"
                 raise invalid("cached.attempt", text, "DUPLICATE_ATTEMPT")
             stream.names.add(name)
-            tokens, namespace = tuple(cached.token_ids), cached.namespace
+            check_spans(cached.images, len(cached.token_ids), self._node.model_info, cut=True)
+            tokens = with_placeholders(cached.token_ids, spans_from(cached.images))
+            namespace = cached.namespace
             call(lambda core, now: core.sharing.lender.lend(stream, name, tokens, namespace, now))
         elif kind == "cancel":
             cancelled = name_from(request.cancel.attempt)
