@@ -65,7 +65,7 @@ class SeeingEngine(Engine):
         self.turns += 1
         while self.wanted and self.wanted[0][0] <= self.turns:
             _, asked, images = self.wanted.pop(0)
-            self.scheduler.images_here(asked, {image.digest: PIXELS for image in images})
+            self.scheduler.images.here(asked, {image.digest: PIXELS for image in images})
         return super().turn()
 
     def check_in_use(self, plan):

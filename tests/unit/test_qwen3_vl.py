@@ -199,7 +199,7 @@ class SeeingEngine:
 
     def fetch(self, request, images):
         self.fetched += 1
-        self.scheduler.images_here(request, {image.digest: self.contents[image.digest] for image in images})
+        self.scheduler.images.here(request, {image.digest: self.contents[image.digest] for image in images})
 
     def answers(self, *asked):
         """Output of each choice of each request."""

@@ -6,12 +6,12 @@ it plans and launches step N+1 before it commits step N. Page ownership goes thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.planner import DraftPlanner
-from baton.engine.image_spans import ImageContent, ImageSpan, with_contents
+from baton.engine.image_waits import ImageWaits, WantImages, want_none
 from baton.engine.plan import Logprobs, Pooling, RowResult, StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -43,9 +43,7 @@ class Scheduler(SchedulerState):
     last. Among equals it is the policy's order at admission, and elsewhere the order of arrival.
 
     `route` decides where a prompt is computed; `abandon` is called before a sequence in HANDOFF loses its
-    pages; `record` gets what happens to requests; `ask_turn` gets a suspect that there is room for;
-    `want_images` gets a request that is to be computed here, and images whose contents it lacks: it waits for
-    `images_here`.
+    pages; `record` gets what happens to requests; `ask_turn` gets a suspect that there is room for.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class Scheduler(SchedulerState):
         record: RecordEvent = nothing,
         ask_turn: Callable[[EngineRequest], None] = lambda request: None,
         drafter: Drafter | None = None,
-        want_images: Callable[[EngineRequest, tuple[ImageSpan, ...]], None] = lambda request, images: None,
+        want_images: WantImages = want_none,
     ) -> None:
         if config.token_budget < config.max_rows:
             raise ValueError("token_budget must be at least max_rows")
@@ -71,7 +69,7 @@ class Scheduler(SchedulerState):
         self._route = route
         self._may_admit = may_admit
         self._ask_turn = ask_turn
-        self._want_images = want_images
+        self.images = ImageWaits(want_images)
         self.drafts: DraftPlanner | None = None
         """None: no row has drafts."""
         if drafter is not None and config.draft_tokens:
@@ -187,7 +185,7 @@ class Scheduler(SchedulerState):
             return False
         if promoted > cached and self.promote(leader, promoted):
             return True
-        if not self._sees(request, cached * size):
+        if not self.images.over(request, cached * size):
             return True
         if request.held:
             self._ask_turn(request)
@@ -197,20 +195,6 @@ class Scheduler(SchedulerState):
             request.cached_tokens = leader.computed
             self.local_prompts += 1
         return True
-
-    def _sees(self, request: EngineRequest, start: int) -> bool:
-        """Whether contents of all images are here that have tokens from `start` on; else they are asked
-        for."""
-        missing = tuple(each for each in request.images if each.end > start and each.content is None)
-        if missing:
-            request.awaits_images = True
-            self._want_images(request, missing)
-        return not missing
-
-    def images_here(self, request: EngineRequest, contents: Mapping[bytes, ImageContent]) -> None:
-        """What was asked for, by digest."""
-        request.awaits_images = False
-        request.images = with_contents(request.images, contents)
 
     # --- steps ------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from baton.engine.capacity import BatchSlots, Reservations
-from baton.engine.image_spans import without_contents
+from baton.engine.image_waits import forget_images
 from baton.engine.request import (
     EmbeddedEvent,
     EngineEvent,
@@ -294,7 +294,7 @@ class SchedulerState:
             self._give_slot_back(sequence)
             self.reservations.set(sequence, 0)
             sequence.phase = SequencePhase.LEASED
-        self._forget_images(leader.request)
+        forget_images(leader.request)
 
     def start_decoding(self, leader: Sequence, output_margin: int) -> None:
         """The prompt is computed and the first tokens are known: forks the followers, which take a share of
@@ -316,14 +316,7 @@ class SchedulerState:
             self.running.append(leader)
         self.running.sort(key=lambda s: s.rank)
         self.end_finished(group)
-        self._forget_images(leader.request)
-
-    def _forget_images(self, request: EngineRequest) -> None:
-        """Lets contents of images go once no choice computes its prompt any more: one that is retracted asks
-        for them again."""
-        computing = (SequencePhase.WAITING, SequencePhase.PROMPT)
-        if request.images and not any(sequence.phase in computing for sequence in request.sequences):
-            request.images = without_contents(request.images)
+        forget_images(leader.request)
 
     def _fork(self, leader: Sequence, follower: Sequence, prefix: list[int], output_margin: int) -> None:
         """Gives the follower the shared full pages and a copy of the last, partial one."""

@@ -189,7 +189,7 @@ class DecodeCore:
         if isinstance(outcome, NoImages):
             self._fail(state, outcome.code, outcome.reason, outcome.message)
         else:
-            self.scheduler.images_here(request, outcome)
+            self.scheduler.images.here(request, outcome)
 
     def cancel(self, key: Key) -> None:
         """An unknown name has ended: its terminal event is under way to the caller."""

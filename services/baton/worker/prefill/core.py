@@ -223,7 +223,7 @@ class PrefillCore:
         if isinstance(outcome, NoImages):
             self.leases.fail(attempt, outcome.code, outcome.reason, outcome.message)
         else:
-            self.scheduler.images_here(request, outcome)
+            self.scheduler.images.here(request, outcome)
 
     def cancel(self, holder: Hashable, name: AttemptName) -> None:
         attempt = self.leases.cancel(holder, name)
