@@ -154,7 +154,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _with_strings(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
-    """Changes all but roles and what messages call their parts."""
+    """Changes all but roles, what messages call their parts, and images."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, str):

@@ -35,8 +35,11 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 RAW_ARGUMENTS = "raw_arguments"
 """The key under which a template sees arguments of an earlier call that are no JSON object."""
 
+MAX_PARTS = 32_768
+"""Of a message."""
+
 JsonValue = Any
-"""A JSON value."""
+"""A JSON value; what a message says may be a list of texts, and of None where an image is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,13 @@ class Conversation:
         """The conversation with ids of calls as Mistral's templates want them."""
         return Conversation([_short_ids(each) for each in self.messages], self.tools, self.arguments)
 
-    def with_parts(self) -> Conversation:
-        """The conversation with what messages say as lists of parts, as some templates want it."""
+    def with_parts(self, *, every: bool = True) -> Conversation:
+        """The conversation with what messages say as lists of parts, as templates want it where an image is.
+        every: also of messages without images, as some templates want it."""
         messages = [
-            {**each, "content": [{"type": "text", "text": each["content"]}] if each["content"] else []}
+            {**each, "content": _parts(each["content"])}
+            if every or isinstance(each["content"], list)
+            else each
             for each in self.messages
         ]
         return Conversation(messages, self.tools, self.arguments)
@@ -69,7 +75,7 @@ class Conversation:
         messages = [_plain(message) for message in self.messages]
         if self.tools:
             text = _TOOLS_TEXT.format(tools="\n".join(_dumps(tool) for tool in self.tools))
-            if messages and messages[0]["role"] == "system":
+            if messages and messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
                 messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}".lstrip()}
             else:
                 messages.insert(0, {"role": "system", "content": text})
@@ -115,7 +121,7 @@ def _message(
         raise invalid(f"{name}.role", f"{name}.role is {role[:40]!r}; use one of {', '.join(ROLES)}")
     made: dict[str, JsonValue] = {
         "role": "system" if role == "developer" and not developer else role,
-        "content": message.content,
+        "content": _content(message, name),
     }
     if message.name:
         made["name"] = message.name
@@ -133,6 +139,29 @@ def _message(
         if not message.name and message.tool_call_id in calls:
             made["name"] = calls[message.tool_call_id]
     return made
+
+
+def _content(message: tokenizer_pb2.ChatMessage, name: str) -> str | list[str | None]:
+    parts = message.parts
+    if not parts:
+        return message.content
+    if message.content:
+        raise invalid(f"{name}.parts", f"{name}.parts: in the place of content, which must be empty")
+    if len(parts) > MAX_PARTS:
+        raise invalid(f"{name}.parts", f"{name}.parts: {len(parts)} parts; {MAX_PARTS} are allowed")
+    found: list[str | None] = []
+    for index, part in enumerate(parts):
+        kind = part.WhichOneof("kind")
+        if kind is None:
+            raise invalid(f"{name}.parts[{index}]", f"{name}.parts[{index}] is empty: give text or image")
+        found.append(part.text if kind == "text" else None)
+    return "".join(each or "" for each in found) if None not in found else found
+
+
+def _parts(content: str | list[str | None]) -> list[JsonValue]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return [{"type": "image"} if each is None else {"type": "text", "text": each} for each in content]
 
 
 def _check_continued(chat: tokenizer_pb2.ChatPrompt, field: str) -> None:
@@ -275,9 +304,14 @@ XML tags:
 
 
 def _plain(message: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    content = message["content"]
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    parts = [message["content"]] if message["content"] else []
+        if isinstance(content, list):
+            return {"role": "user", "content": ["<tool_response>\n", *content, "\n</tool_response>"]}
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    if isinstance(content, list):
+        return {"role": message["role"], "content": content}
+    parts = [content] if content else []
     for call in message.get("tool_calls", ()):
         said = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
         parts.append(f"<tool_call>\n{_dumps(said)}\n</tool_call>")

@@ -15,6 +15,7 @@ from baton.checkpoint_config import context_length, end_token_ids
 from baton.checkpoint_limits import check_sizes, check_tokenizer, read_json
 from baton.gguf_file import GgufFile
 from baton.model_path import CheckpointError
+from baton.pictures.settings import read_settings
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.rpc.validate import check_sampling
@@ -25,7 +26,7 @@ from baton.tokenizer.conversation import Conversation
 from baton.tokenizer.gguf_tokenizer import read_tokenizer
 from baton.tokenizer.render_limits import RenderLimits, takes_powers
 from baton.tokenizer.vocabulary import UnknownDecoder, Vocabulary, read_vocabulary
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, node_pb2
 
 _log = get_logger()
 _NOT_APPLIED = (
@@ -79,6 +80,8 @@ class HFTokenizer:
     """What the checkpoint's generation_config.json recommends."""
     _chat_encoder: ChatEncoder | None = None
     """None: special tokens that a message's content names become those tokens."""
+    images: node_pb2.ImageSettings | None = None
+    """How the model wants its images; None: it takes none, or in a way that is not supported."""
     _limits: RenderLimits = field(default_factory=RenderLimits)
     _parts: bool = False
     """The template takes lists of parts, not texts."""
@@ -116,8 +119,7 @@ class HFTokenizer:
             raise NoChatTemplate
 
         def render(conversation: Conversation) -> str:
-            if self._parts:
-                conversation = conversation.with_parts()
+            conversation = conversation.with_parts(every=self._parts)
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in conversation.messages],
                 tools=[dict(tool) for tool in conversation.tools] or None,
@@ -174,6 +176,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         tokens = size = len(file.metadata["tokenizer.ggml.tokens"])
         eos, context = file.end_token_ids(), file.value("*.context_length", int)
         recommended = common_pb2.SamplingParams()
+        images = None
     else:
         config = read_json(path / "config.json")
         check_sizes(path / "config.json", config)
@@ -184,6 +187,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         tokenizer = _read_tokenizer(path)
         read_templates(path, tokenizer)
         tokens = len(tokenizer)
+        images = _image_settings(path, config)
         text = config.get("text_config")  # of a model that takes more than text
         config = {**config, **(text if isinstance(text, dict) else {})}
         size = int(config.get("vocab_size") or tokens)
@@ -218,6 +222,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         begin_token_id=_begin(tokenizer, eos),
         default_sampling=recommended,
         _chat_encoder=None if special_tokens_in_content else ChatEncoder(backend, tokenizer.unk_token_id),
+        images=images,
         _limits=limits,
         _parts=bool(tokenizer.chat_template) and takes_parts(tokenizer, limits),
     )
@@ -235,6 +240,24 @@ def _read_tokenizer(path: Path) -> Any:
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"{path} has no tokenizer.json, nor files that it can be made from")
     return tokenizer
+
+
+def _image_settings(path: Path, config: dict[str, Any]) -> node_pb2.ImageSettings | None:
+    token = config.get("image_token_id")
+    if not isinstance(config.get("vision_config"), dict) or not isinstance(token, int):
+        return None
+    try:
+        found = read_settings(path)
+    except CheckpointError as error:
+        _log.warning("requests with images are refused", why=str(error))
+        return None
+    return node_pb2.ImageSettings(
+        patch=found.patch,
+        merge=found.merge,
+        least_pixels=found.least_pixels,
+        most_pixels=found.most_pixels,
+        token_id=token,
+    )
 
 
 def _begin(tokenizer: Any, eos: tuple[int, ...]) -> int | None:

@@ -88,6 +88,8 @@ class TokenizerNode:
                 info.model.begin_token_id = loaded.begin_token_id
             if loaded.default_sampling.ByteSize():
                 info.model.default_sampling.CopyFrom(loaded.default_sampling)
+            if loaded.images is not None:
+                info.model.image_settings.CopyFrom(loaded.images)
             info.model.vocabulary_hash = loaded.vocabulary.hash
         return info
 

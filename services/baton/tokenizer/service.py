@@ -328,7 +328,14 @@ def encode_all(
                 results[index].error.CopyFrom(to_status(invalid(field, text, "TOKENIZER_FAILED")))
             else:
                 results[index].token_ids.extend(tokens)
+                if kind == "chat" and tokenizer.images is not None and _has_images(inputs[index].chat):
+                    image = tokenizer.images.token_id
+                    results[index].images.extend(at for at, token in enumerate(tokens) if token == image)
     return results
+
+
+def _has_images(chat: tokenizer_pb2.ChatPrompt) -> bool:
+    return any(part.WhichOneof("kind") != "text" for message in chat.messages for part in message.parts)
 
 
 _Encode = Callable[[list[Any], bool], list[list[int]]]
