@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    PreTrainedTokenizerFast,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -77,6 +80,60 @@ def save_qwen3_vl(path: Path, *, experts: bool = False, **text: object) -> torch
     model.save_pretrained(path)
     processor().save_pretrained(path)
     return model
+
+
+SPECIAL = {
+    0: "<|im_end|>",
+    1: "<|im_start|>",
+    IMAGE_TOKEN: "<|image_pad|>",
+    IMAGE_TOKEN + 1: "<|video_pad|>",
+    IMAGE_TOKEN + 2: "<|vision_start|>",
+    IMAGE_TOKEN + 3: "<|vision_end|>",
+}
+TOKENIZER_VOCAB = 264
+CHAT_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n"
+    "{%- endif %}{%- for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{%- if message.content is string %}{{ message.content }}{%- else %}{%- for part in message.content %}"
+    "{%- if part.type == 'image' or 'image' in part or 'image_url' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{%- elif 'text' in part %}{{ part.text }}{%- endif %}"
+    "{%- endfor %}{%- endif %}"
+    "{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{%- endfor %}"
+    "<|im_end|>\n{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+)
+"""As Qwen3-VL's, shortened."""
+
+
+def save_tokenizer(path: Path) -> None:
+    """A tokenizer of single bytes, whose image token is that of `save_qwen3_vl`; a model beside it needs
+    vocab_size=TOKENIZER_VOCAB."""
+    ids = iter(sorted(set(range(TOKENIZER_VOCAB)) - SPECIAL.keys()))
+    alphabet = {letter: next(ids) for letter in sorted(pre_tokenizers.ByteLevel.alphabet())}
+    made = Tokenizer(models.BPE(alphabet | {name: id for id, name in SPECIAL.items()}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=SPECIAL[0], additional_special_tokens=list(SPECIAL.values())
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+
+
+def save_vision_config(path: Path) -> None:
+    """What a tokenizer process reads of a model, without the model."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {
+        "vocab_size": TOKENIZER_VOCAB,
+        "vision_config": _VISION,
+        "image_token_id": IMAGE_TOKEN,
+        "max_position_embeddings": 4096,
+        "model_type": "qwen3_vl",
+        "eos_token_id": 0,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    save_tokenizer(path)
+    processor().save_pretrained(path)
 
 
 def processor() -> Qwen2VLImageProcessorPil:

@@ -362,7 +362,13 @@ class GatewayConfig(NodeConfig):
     max_streams_per_key: int = 1024
     """Open streams of one API key at most; its line in the file may say otherwise."""
     omit_images: bool = False
-    """Tell the model that an image was there, rather than refuse requests with images: no model here sees."""
+    """Tell the model that an image was there, rather than show it, or refuse it where no model sees."""
+    image_memory_mib: int = 1024
+    """Memory for the images of running requests, resized as the model wants them; further ones are refused
+    (429). Those of earlier requests stay while there is room."""
+    pictures_port: int = 0
+    """gRPC port where workers fetch images, opened with the first one; 0: a free one. Takes the deployment's
+    cluster secret and certificates, as the workers' ports do."""
     response_store_mib: int = 64
     """Memory for responses that /v1/responses keeps, to continue or retrieve them; 0: none are kept."""
     response_store_seconds: float = 3600.0

@@ -66,7 +66,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
     """script: what happens to each request; it ends early when the request is cancelled."""
 
     def __init__(
-        self, script: Script, *, fingerprint: str = "f", name: str = "scripted", context: int = 256
+        self, script: Script, *, fingerprint: str = "f", name: str = "scripted", context: int = 256, **model
     ) -> None:
         self.script = script
         self.starts: list[decode_pb2.DecodeStart] = []
@@ -83,11 +83,14 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         self._model = node_pb2.ModelInfo(
             name=name,
             context_length=context,
-            vocab_size=4096,
-            fingerprint=fingerprint,
-            eos_token_ids=[0],
-            grammars=True,
-            embedding_size=1024,
+            **{
+                "vocab_size": 4096,
+                "fingerprint": fingerprint,
+                "eos_token_ids": [0],
+                "grammars": True,
+                "embedding_size": 1024,
+                **model,
+            },
         )
 
     async def __aenter__(self) -> ScriptedDecode:

@@ -60,15 +60,15 @@ def tool_result(part):
 
 
 PLACES = {
-    "chat": ("/v1/chat/completions", chat, CHAT, "messages[0].content[1].type"),
-    "tokenize": ("/tokenize", tokenize, CHAT, "messages[0].content[1].type"),
-    "responses": ("/v1/responses", responses, INPUT, "input[0].content[1].type"),
-    "output": ("/v1/responses", called, INPUT, "input[2].output[1].type"),
-    "compact": ("/v1/responses/compact", responses, INPUT, "input[0].content[1].type"),
-    "messages": ("/v1/messages", messages, BLOCK, "messages[0].content[1].type"),
-    "link": ("/v1/messages", messages, LINK, "messages[0].content[1].type"),
-    "tool_result": ("/v1/messages", tool_result, BLOCK, "messages[2].content[0].content[1].type"),
-    "count": ("/v1/messages/count_tokens", messages, BLOCK, "messages[0].content[1].type"),
+    "chat": ("/v1/chat/completions", chat, CHAT, "messages[0].content[1].image_url"),
+    "tokenize": ("/tokenize", tokenize, CHAT, "messages[0].content[1].image_url"),
+    "responses": ("/v1/responses", responses, INPUT, "input[0].content[1].image_url"),
+    "output": ("/v1/responses", called, INPUT, "input[2].output[1].image_url"),
+    "compact": ("/v1/responses/compact", responses, INPUT, "input[0].content[1].image_url"),
+    "messages": ("/v1/messages", messages, BLOCK, "messages[0].content[1].source"),
+    "link": ("/v1/messages", messages, LINK, "messages[0].content[1].source"),
+    "tool_result": ("/v1/messages", tool_result, BLOCK, "messages[2].content[0].content[1].source"),
+    "count": ("/v1/messages/count_tokens", messages, BLOCK, "messages[0].content[1].source"),
 }
 
 
@@ -82,7 +82,7 @@ async def test_they_are_refused_with_the_name_of_the_flag():
                 answer = await http.post(path, json=made)
                 assert answer.status_code == 400, name
                 said = answer.json()["error"]["message"]
-                assert said.startswith(f"{param} is that of an image"), (name, said)
+                assert said.startswith(f"{param} is an image"), (name, said)
                 assert "--omit-images" in said and "\n" not in said
         assert not node.starts
 

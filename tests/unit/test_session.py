@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.gateway.prompts import GatewaySession
+from baton.gateway.prompts import EncodedPrompt, GatewaySession
 from baton.gateway.token_log import ChoiceLog
 from baton.rpc.errors import BatonError
 from baton.v1 import common_pb2
@@ -17,6 +17,10 @@ def answer(tokens, text, finish_reason, stop=()):
     return choice
 
 
+def chat(tokens, conversation, rendered):
+    return EncodedPrompt(tokens, "chat", conversation, rendered)
+
+
 def user(text):
     return ChatPrompt(messages=[ChatMessage(role="user", content=text)])
 
@@ -24,7 +28,7 @@ def user(text):
 def test_text_goes_on_after_the_last_token():
     session = GatewaySession()
     session.begin(chat=False, n=1)
-    session.commit([1, 2], answer([3, 4], "x", LENGTH))
+    session.commit(EncodedPrompt([1, 2], "text"), answer([3, 4], "x", LENGTH))
     session.end()
     assert session.token_ids == [1, 2, 3, 4]
 
@@ -34,7 +38,7 @@ def test_chat_renders_the_whole_conversation_and_encodes_the_remainder():
     session.begin(chat=True, n=1)
     whole = session.conversation(user("hi"))
     assert session.encoded_text == ""  # nothing to continue yet
-    session.commit([1, 2], answer([3, 4, 0], "hello", STOP), whole, "<u>hi</u><a>")
+    session.commit(chat([1, 2], whole, "<u>hi</u><a>"), answer([3, 4, 0], "hello", STOP))
     session.end()
     # The token that ended the answer is left out: the template writes it again.
     assert session.token_ids == [1, 2, 3, 4]
@@ -51,7 +55,7 @@ def test_chat_renders_the_whole_conversation_and_encodes_the_remainder():
 def test_an_answer_cut_by_length_keeps_its_last_token():
     session = GatewaySession()
     session.begin(chat=True, n=1)
-    session.commit([1], answer([2, 3], "he", LENGTH), session.conversation(user("hi")), "r")
+    session.commit(chat([1], session.conversation(user("hi")), "r"), answer([2, 3], "he", LENGTH))
     assert session.token_ids == [1, 2, 3]
     assert session.encoded_text == "rhe"
 
@@ -59,7 +63,8 @@ def test_an_answer_cut_by_length_keeps_its_last_token():
 def test_a_template_that_rewrites_earlier_turns_starts_afresh():
     session = GatewaySession()
     session.begin(chat=True, n=1)
-    session.commit([1], answer([2, 0], " hello ", STOP), session.conversation(user("hi")), "<u>hi</u><a>")
+    said = session.conversation(user("hi"))
+    session.commit(chat([1], said, "<u>hi</u><a>"), answer([2, 0], " hello ", STOP))
     assert not "<u>hi</u><a>hello</a>".startswith(session.encoded_text)
 
 
@@ -67,7 +72,7 @@ def test_after_a_stop_string_chat_starts_afresh():
     session = GatewaySession()
     session.begin(chat=True, n=1)
     cut = answer([2, 3], "one STOP", 0, stop=["STOP"])
-    session.commit([1], cut, session.conversation(user("hi")), "r")
+    session.commit(chat([1], session.conversation(user("hi")), "r"), cut)
     assert session.encoded_text == ""
 
 
@@ -80,7 +85,7 @@ def test_what_a_turn_may_not_do():
     with pytest.raises(BatonError) as error:
         session.begin(chat=True, n=1)
     assert error.value.reason == "SESSION_BUSY"
-    session.commit([1], answer([2], "x", LENGTH), user("hi"), "r")
+    session.commit(chat([1], user("hi"), "r"), answer([2], "x", LENGTH))
     session.end()
     with pytest.raises(BatonError) as error:
         session.begin(chat=False, n=1)

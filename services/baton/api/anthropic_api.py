@@ -25,6 +25,7 @@ from baton.api.openai_errors import ApiError
 from baton.api.openai_fields import Json
 from baton.api.typed_events import OF_TOOLS, TypedAnswer, naming_body, naming_fields, respond
 from baton.gateway.gateway import Gateway
+from baton.gateway.preparation import encode_chat
 from baton.gateway.recorded_calls import recorded_call
 from baton.gateway.tool_grammars import unenforced
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
@@ -76,9 +77,7 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             body = await bodies.read_starts(request, CountRequest, lambda body: [count_start(body)])
         api_key = request.state.api_key
         with recorded_call(gateway, api_key, "count_tokens", computes=False) as call:
-            given = tokenizer_pb2.EncodeInput(chat=body.made[0].chat)
-            encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
-            call.tokens = len(encoded.token_ids)
+            call.tokens = len(await encode_chat(gateway, body.made[0], api_key))
             api_key.check_prompt(call.tokens, "messages")
         response = name_ignored(JSONResponse({"input_tokens": call.tokens}), body.ignored)
         return name_dropped(response, body.dropped, call.name)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from baton.api.images import IMAGE, PART, ImageBlock, image_or_part
+from baton.api.images import IMAGE, PART, ImageBlock, Saying, Words, image_or_part
 from baton.api.openai_fields import Elements, LeftOut, Strict
 
 BREAK = "\n\n"
@@ -54,11 +54,13 @@ class Document(Strict):
     title: str | None = None
     context: str | None = None
 
-    @property
-    def said(self) -> str:
+    def pieces(self, place: str) -> Iterator[tuple[str, Saying]]:
         source = self.source
-        text = source.data if isinstance(source, TextSource) else said(source.content)
-        return "\n".join(filter(None, (self.title, self.context, text))) + BREAK
+        if head := "\n".join(filter(None, (self.title, self.context))):
+            yield place, Words(f"{head}\n")
+        content = source.data if isinstance(source, TextSource) else source.content
+        yield from pieces(content, f"{place}.document.source")
+        yield place, Words(BREAK)
 
 
 class SearchResult(Strict):
@@ -179,10 +181,26 @@ ContentBlock = Annotated[
 ]
 
 Said = TextBlock | ImageBlock | Document | SearchResult | ToolReference
-"""Blocks that are text to the model."""
+"""Blocks that are text or an image to the model."""
 
 
-def said(given: str | Sequence[Said] | None) -> str:
+def pieces(given: str | Sequence[Said] | None, place: str) -> Iterator[tuple[str, Saying]]:
+    """What is said, part by part. place: of what has the content, in the body."""
+    if given is None or isinstance(given, str):
+        yield place, Words(given or "")
+        return
+    for index, block in enumerate(given):
+        yield from block_pieces(block, f"{place}.content[{index}]")
+
+
+def block_pieces(block: Said, place: str) -> Iterator[tuple[str, Saying]]:
+    if isinstance(block, Document):
+        yield from block.pieces(place)
+    else:
+        yield place, block
+
+
+def said(given: str | Sequence[TextBlock] | None) -> str:
     if given is None or isinstance(given, str):
         return given or ""
     return "".join(block.said for block in given)

@@ -17,8 +17,11 @@ from baton.api.anthropic_blocks import (
     Thinking,
     ToolResult,
     ToolUse,
+    block_pieces,
+    pieces,
     said,
 )
+from baton.api.images import Saying, say
 from baton.api.openai_chat import EFFORTS
 from baton.api.openai_errors import invalid_value
 from baton.api.openai_fields import DroppedTool, Elements, Int64, Strict, TopK
@@ -221,16 +224,17 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: AnthropicMessage, fiel
         chat.messages.add(role=message.role, content=message.content)
         return
     made = tokenizer_pb2.ChatMessage(role=message.role)
-    texts: list[str] = []
+    spoken: list[tuple[str, Saying]] = []
     thoughts: list[str] = []
     for index, block in enumerate(message.content):
         place = f"{field}.content[{index}]"
         if isinstance(block, ToolResult):
             if message.role != "user":
                 raise invalid_value(place, f"{place}: a tool_result is of the user")
-            chat.messages.add(role="tool", content=said(block.content), tool_call_id=block.tool_use_id)
+            result = chat.messages.add(role="tool", tool_call_id=block.tool_use_id)
+            say(result, pieces(block.content, f"{place}.tool_result"))
         elif isinstance(block, Said):
-            texts.append(block.said)
+            spoken += block_pieces(block, place)
         elif isinstance(block, LeftOutBlock):
             continue
         elif message.role != "assistant":
@@ -240,7 +244,8 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: AnthropicMessage, fiel
             made.tool_calls.add(id=block.id, name=block.name, arguments=arguments)
         elif isinstance(block, Thinking):
             thoughts.append(block.thinking)
-    made.content, made.reasoning = "".join(texts), "".join(thoughts)
+    say(made, spoken)
+    made.reasoning = "".join(thoughts)
     results = any(isinstance(block, ToolResult) for block in message.content)
-    if made.content or made.tool_calls or made.reasoning or not results:
+    if made.content or made.parts or made.tool_calls or made.reasoning or not results:
         chat.messages.append(made)

@@ -15,6 +15,7 @@ from baton.api.responses_protocol import ConversationRequest, add_messages
 from baton.api.typed_events import TypedAnswer
 from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
+from baton.gateway.preparation import encode_chat
 from baton.parsers.registry import REASONING_PARSERS
 from baton.rpc.validate import check_sampling
 from baton.v1 import inference_pb2, tokenizer_pb2
@@ -25,6 +26,8 @@ ASK = (
 )
 MIN_TOKENS, MAX_TOKENS = 256, 1024
 """Limits of a summary's limit, which is as many tokens as the conversation has."""
+IMAGE_LEFT_OUT = "[An image was here.]"
+"""In a user's message: the summary says what was seen."""
 REASONING_TOKENS = 4096
 """More, for a model that may reason first: for its reasoning and its summary together."""
 
@@ -57,8 +60,12 @@ def compact_start(
     chat = start.chat
     add_messages(request, earlier, chat)
     chat.template_arguments.update({"enable_thinking": False})  # a summary has few tokens
-    if chat.messages[-1].role == "user":  # templates may demand that users and assistants alternate
-        chat.messages[-1].content += BREAK + ASK
+    last = chat.messages[-1]
+    if last.role == "user":  # templates may demand that users and assistants alternate
+        if last.parts:
+            last.parts.add(text=BREAK + ASK)
+        else:
+            last.content += BREAK + ASK
     else:
         chat.messages.add(role="user", content=ASK)
     return start
@@ -66,10 +73,8 @@ def compact_start(
 
 async def bound(gateway: Gateway, start: inference_pb2.GenerateStart, api_key: ApiKey) -> None:
     """Limits the summary. A prompt that leaves no room for it is refused later. Raises BatonError."""
-    given = tokenizer_pb2.EncodeInput(chat=start.chat)
     with gateway.call(api_key):
-        encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
-    tokens = len(encoded.token_ids)
+        tokens = len(await encode_chat(gateway, start, api_key))
     model = gateway.model_or_last() or gateway.model()
     room = model.context_length - tokens
     limit = min(MAX_TOKENS, max(MIN_TOKENS, tokens))
@@ -78,13 +83,17 @@ async def bound(gateway: Gateway, start: inference_pb2.GenerateStart, api_key: A
     start.sampling.max_tokens = max(1, min(room, limit))
 
 
+def _text(message: tokenizer_pb2.ChatMessage) -> str:
+    return message.content or "".join(part.text or IMAGE_LEFT_OUT for part in message.parts)
+
+
 class CompactAnswer(TypedAnswer):
     """The answer of `/v1/responses/compact`. If a model has only reasoned, the reasoning is the summary:
     a client that cannot compact cannot go on."""
 
     def __init__(self, start: inference_pb2.GenerateStart) -> None:
         self._name = uuid.uuid4().hex
-        users = [message.content for message in start.chat.messages if message.role == "user"]
+        users = [_text(message) for message in start.chat.messages if message.role == "user"]
         users[-1] = users[-1].removesuffix(ASK).removesuffix(BREAK)
         self._users = [text for text in users if text]
         self._summary: list[str] = []

@@ -1,90 +1,180 @@
-"""Images in the bodies of requests. No model here sees: they are refused, or the model is told of them.
-
-A body that is read has its image parts checked, and nothing kept of what they show.
-"""
+"""Images in the bodies of requests: files, or addresses; with --omit-images the model is told of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import AfterValidator, Discriminator, Field, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, PrivateAttr, ValidationInfo, model_validator
 
+from baton.api.openai_errors import invalid_value
 from baton.api.openai_fields import Reading, Strict
+from baton.pictures.data_uri import from_base64, from_data_uri
+from baton.pictures.settings import PictureError
+from baton.v1 import tokenizer_pb2
 
 OMITTED = "[An image was here. This model cannot see images.]"
 """What the model reads in the place of an image."""
 PART, IMAGE = "[part]", "[image]"
 """Tags of parts that may be images. Their brackets keep them out of the fields that errors name."""
-_REFUSAL = (
-    "is that of an image, and no model here sees; start the gateway with --omit-images to have the model "
-    "told so instead"
-)
-Pixels = Annotated[str, Field(min_length=1), AfterValidator(lambda given: "")]
-"""An image's address, or the image itself. It must be there; it is let go at once."""
+_DETAIL = {"detail": "images are resized as the model wants them"}
+_CACHE = {"cache_control": "every prompt finds what is cached of it"}
+Given = Annotated[str, Field(min_length=1)]
 
 
 class Image(Strict):
-    """A part that is an image. Refused unless images are omitted."""
+    """A part that is an image."""
 
-    said: ClassVar[str] = OMITTED
+    _omitted: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
-    def _refuse_or_name(self, info: ValidationInfo) -> Image:
+    def _omit(self, info: ValidationInfo) -> Image:
         reading = info.context
-        if not (isinstance(reading, Reading) and reading.omit_images):
-            raise PydanticCustomError("refused", "{why}", {"field": "type", "why": _REFUSAL})
-        reading.ignored.add(f"{self.PLACE}.image")
+        if isinstance(reading, Reading) and reading.omit_images:
+            self._take()
+            self._omitted = True
+            reading.ignored.add(f"{self.PLACE}.image")
         return self
+
+    @property
+    def said(self) -> str:
+        """What the model reads in its place; empty: it is shown."""
+        return OMITTED if self._omitted else ""
+
+    def part(self, place: str) -> tokenizer_pb2.ContentPart:
+        """The image, which is not kept here. place: of the part in the body. Raises ApiError."""
+        name, given = f"{place}.{self._field()}", self._take()
+        part = tokenizer_pb2.ContentPart(name=name)
+        try:
+            if given.strip()[:6].lower() == "https:":
+                part.image_url = given.strip()
+            else:
+                part.image = self._read(given)
+        except PictureError as error:
+            raise invalid_value(name, f"{name} {error}") from None
+        return part
+
+    def _field(self) -> str:
+        """Of the part's fields, what holds the image."""
+        raise NotImplementedError
+
+    def _take(self) -> str:
+        """What it holds; from then on nothing."""
+        raise NotImplementedError
+
+    def _read(self, given: str) -> bytes:
+        """Raises PictureError."""
+        return from_data_uri(given)
 
 
 class Address(Strict):
     PLACE = "messages.content.image_url"
-    HINTS: ClassVar[Mapping[str, str]] = {"detail": "no model here sees"}
+    HINTS: ClassVar[Mapping[str, str]] = _DETAIL
 
-    url: Pixels
+    url: Given
 
 
 class ChatImage(Image):
     """In /v1/chat/completions."""
 
     PLACE = "messages.content"
-    HINTS: ClassVar[Mapping[str, str]] = {"cache_control": "every prompt finds what is cached of it"}
+    HINTS: ClassVar[Mapping[str, str]] = _CACHE
 
     type: Literal["image_url"]
     image_url: Address
+
+    def _field(self) -> str:
+        return "image_url"
+
+    def _take(self) -> str:
+        given, self.image_url.url = self.image_url.url, ""
+        return given
 
 
 class InputImage(Image):
     """In /v1/responses."""
 
     PLACE = "input.content"
-    HINTS: ClassVar[Mapping[str, str]] = {"detail": "no model here sees"}
+    HINTS: ClassVar[Mapping[str, str]] = _DETAIL
 
     type: Literal["input_image"]
-    image_url: Pixels
+    image_url: Given
+
+    def _field(self) -> str:
+        return "image_url"
+
+    def _take(self) -> str:
+        given, self.image_url = self.image_url, ""
+        return given
 
 
 class Base64Source(Strict):
     type: Literal["base64"]
     media_type: str
-    data: Pixels
+    data: Given
 
 
 class UrlSource(Strict):
     type: Literal["url"]
-    url: Pixels
+    url: Given
 
 
 class ImageBlock(Image):
     """In /v1/messages."""
 
     PLACE = "messages.content"
-    HINTS: ClassVar[Mapping[str, str]] = {"cache_control": "every prompt finds what is cached of it"}
+    HINTS: ClassVar[Mapping[str, str]] = _CACHE
 
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    def _field(self) -> str:
+        return "image.source"  # with the tag that naming_fields leaves out
+
+    def _take(self) -> str:
+        source = self.source
+        if isinstance(source, UrlSource):
+            given, source.url = source.url, ""
+        else:
+            given, source.data = source.data, ""
+        return given
+
+    def _read(self, given: str) -> bytes:
+        return from_data_uri(given) if isinstance(self.source, UrlSource) else from_base64(given)
+
+
+class Saying(Protocol):
+    """A part of what a message says."""
+
+    @property
+    def said(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A part that is a text."""
+
+    said: str
+
+
+Pieces = Iterable[tuple[str, Saying]]
+"""Parts, each with its place in the body."""
+
+
+def say(message: tokenizer_pb2.ChatMessage, pieces: Pieces) -> None:
+    """Gives the message what it says: a text, or texts and images. Raises ApiError."""
+    parts: list[tokenizer_pb2.ContentPart | str] = []
+    for place, piece in pieces:
+        if isinstance(piece, Image) and not piece.said:
+            parts.append(piece.part(place))
+        else:
+            parts.append(piece.said)
+    if all(isinstance(part, str) for part in parts):
+        message.content = "".join(part for part in parts if isinstance(part, str))
+        return
+    for part in parts:
+        message.parts.append(tokenizer_pb2.ContentPart(text=part) if isinstance(part, str) else part)
 
 
 def image_or_part(kind: str) -> Discriminator:

@@ -70,6 +70,14 @@ class RequestBatch:
         return self._requests[prompt].log.prompt_ids
 
     @property
+    def conversation(self) -> list[tokenizer_pb2.ChatMessage] | None:
+        """Messages of the first prompt, whose images are digests; None: it has none, or is not accepted."""
+        prompt = self._requests[0].prompt
+        if prompt is None or not prompt.images or prompt.conversation is None:
+            return None
+        return list(prompt.conversation.messages)
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """Of an accepted prompt's tokens."""
         vocabulary = self._gateway.tokenizer.vocabulary

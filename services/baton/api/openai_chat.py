@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from baton.api.images import IMAGE, PART, ChatImage, image_or_part
+from baton.api.images import IMAGE, PART, ChatImage, image_or_part, say
 from baton.api.openai_errors import ApiError, invalid_value
 from baton.api.openai_fields import Elements, Int32, Int64, Strict, call_arguments
 from baton.api.openai_protocol import (
@@ -106,7 +106,7 @@ class ChatMessage(Strict):
     HINTS = _REPLAYED
     REFUSED: ClassVar[Mapping[str, str]] = {
         "audio": "is not supported: send text",
-        "images": "is not supported: no model here sees",
+        "images": "is not supported: give them as parts of the content",
         "function_call": _TOOLS_INSTEAD,
     }
 
@@ -119,14 +119,6 @@ class ChatMessage(Strict):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name of reasoning_content."""
-
-    @property
-    def text(self) -> str:
-        if self.content is None:
-            return self.refusal or ""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.said for part in self.content)
 
 
 class Function(Strict):
@@ -294,11 +286,14 @@ def _message(message: ChatMessage, field: str) -> tokenizer_pb2.ChatMessage:
         raise invalid_value(f"{field}.reasoning", text)
     made = tokenizer_pb2.ChatMessage(
         role=message.role,
-        content=message.text,
         name=message.name or "",
         tool_call_id=message.tool_call_id or "",
         reasoning=message.reasoning_content or message.reasoning or "",
     )
+    if isinstance(message.content, list):
+        say(made, ((f"{field}.content[{index}]", part) for index, part in enumerate(message.content)))
+    else:
+        made.content = message.content if message.content is not None else message.refusal or ""
     for call in message.tool_calls or ():
         made.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
     return made

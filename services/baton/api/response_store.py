@@ -56,7 +56,11 @@ class ResponseStore:
         """Whether there is room for it."""
         chat = None
         if conversation is not None:
-            chat = tokenizer_pb2.ChatPrompt(messages=conversation).SerializeToString()
+            made = tokenizer_pb2.ChatPrompt(messages=conversation)
+            for message in made.messages:
+                for part in message.parts:
+                    part.name = "previous_response_id" if part.image_digest else ""  # for errors
+            chat = made.SerializeToString()
         size = ENTRY_BYTES + len(response) + len(chat or b"")
         if size > self.max_bytes:
             return False

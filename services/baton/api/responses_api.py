@@ -100,7 +100,11 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             if asked.store is False or not store.max_bytes:
                 response["store"] = False
                 return
-            said = [*earlier_messages, *input_messages(asked.input), message] if message is not None else None
+            said = None
+            if message is not None and (seen := job.conversation) is not None:  # has images, by digest
+                said = [*seen[bool(asked.instructions) :], message]
+            elif message is not None:
+                said = [*earlier_messages, *input_messages(asked.input), message]
             made = json.dumps(response, ensure_ascii=False).encode()
             response["store"] = store.put(id, made, said, owner)
 

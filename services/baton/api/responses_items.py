@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Discriminator, Tag, TypeAdapter
 
-from baton.api.images import IMAGE, PART, InputImage, image_or_part
+from baton.api.images import IMAGE, PART, InputImage, Saying, Words, image_or_part, say
 from baton.api.openai_errors import invalid_value
 from baton.api.openai_fields import Elements, LeftOut, Strict, call_arguments
 from baton.api.responses_tools import ResponsesTool, custom_arguments, shown_name
@@ -222,7 +222,7 @@ class _Turn:
     """A message, and pieces of it: put together once, however many there are."""
 
     message: tokenizer_pb2.ChatMessage
-    texts: list[str] = field(default_factory=list)
+    pieces: list[tuple[str, Saying]] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
 
 
@@ -234,23 +234,27 @@ def input_messages(given: str | list[InputItem]) -> Messages:
     turn: _Turn | None = None
     turns: list[_Turn] = []
     for index, item in enumerate(given):
+        place = f"input[{index}]"
         if isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append(tokenizer_pb2.ChatMessage(role=item.role, content=_text(item.content)))
+            messages.append(tokenizer_pb2.ChatMessage(role=item.role))
+            say(messages[-1], _pieces(item.content, f"{place}.message.content"))
             turn = None
         elif isinstance(item, OutputItem):
-            messages.append(_result(item.call_id, _text(item.output)))
+            messages.append(_result(item.call_id, ""))
+            say(messages[-1], _pieces(item.output, f"{place}.function_call_output.output"))
             turn = None
         elif isinstance(item, ActionOutputItem):
             messages.append(_result(item.call_id or item.id or "", _written(item.output)))
             turn = None
         elif isinstance(item, AgentMessageItem):
-            content = f"Message from {item.author}:\n{_text(item.content)}"
-            messages.append(tokenizer_pb2.ChatMessage(role="user", content=content))
+            messages.append(tokenizer_pb2.ChatMessage(role="user"))
+            content = _pieces(item.content, f"{place}.agent_message.content")
+            say(messages[-1], [(place, Words(f"Message from {item.author}:\n")), *content])
             turn = None
         elif isinstance(item, ToolsItem | ReferenceItem | LeftOutItem):
             continue
         elif isinstance(item, CompactionItem):
-            summary = _summary(item.encrypted_content, f"input[{index}]")
+            summary = _summary(item.encrypted_content, place)
             _join_users(messages)
             messages.append(tokenizer_pb2.ChatMessage(role="assistant", content=SUMMARY + summary))
             turn = None
@@ -260,7 +264,7 @@ def input_messages(given: str | list[InputItem]) -> Messages:
                 turns.append(turn)
                 messages.append(turn.message)
             if isinstance(item, MessageItem):
-                turn.texts.append(_text(item.content))
+                turn.pieces.extend(_pieces(item.content, f"{place}.message.content"))
             elif isinstance(item, CallItem):
                 name = shown_name(item.name, item.namespace)
                 turn.message.tool_calls.add(id=item.call_id, name=name, arguments=item.arguments)
@@ -272,9 +276,10 @@ def input_messages(given: str | list[InputItem]) -> Messages:
                 call = item.call_id or item.id or ""
                 turn.message.tool_calls.add(id=call, name=name, arguments=_written(done))
             elif isinstance(item, ReasoningItem):
-                turn.thoughts.append(_text(item.content or item.summary or []))
+                turn.thoughts.extend(part.said for part in item.content or item.summary or ())
     for turn in turns:
-        turn.message.content, turn.message.reasoning = "".join(turn.texts), "".join(turn.thoughts)
+        say(turn.message, turn.pieces)
+        turn.message.reasoning = "".join(turn.thoughts)
     return messages
 
 
@@ -284,9 +289,16 @@ def _join_users(messages: Messages) -> None:
     first = len(messages)
     while first and messages[first - 1].role == "user":
         first -= 1
-    if first < len(messages):
-        joined = BREAK.join(message.content for message in messages[first:])
-        messages[first:] = [tokenizer_pb2.ChatMessage(role="user", content=joined)]
+    users = messages[first:]
+    if any(message.parts for message in users):
+        joined = tokenizer_pb2.ChatMessage(role="user")
+        for message in users:
+            joined.parts.extend(message.parts or [tokenizer_pb2.ContentPart(text=message.content)])
+            joined.parts.add(text=BREAK)
+        messages[first:] = [joined]
+    elif users:
+        content = BREAK.join(message.content for message in users)
+        messages[first:] = [tokenizer_pb2.ChatMessage(role="user", content=content)]
 
 
 def _result(call: str, content: str) -> tokenizer_pb2.ChatMessage:
@@ -297,8 +309,11 @@ def _written(given: Any) -> str:
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
-def _text(given: str | Sequence[ItemPart | InputImage]) -> str:
-    return given if isinstance(given, str) else "".join(part.said for part in given)
+def _pieces(given: str | Sequence[ItemPart | InputImage], place: str) -> list[tuple[str, Saying]]:
+    """place: of what has the parts, in the body."""
+    if isinstance(given, str):
+        return [(place, Words(given))]
+    return [(f"{place}[{index}]", part) for index, part in enumerate(given)]
 
 
 def compacted(summary: str) -> str:

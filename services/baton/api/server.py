@@ -67,7 +67,7 @@ class GatewayNode:
         """Raises BatonError when files of the configuration cannot be used."""
         self._config = config
         self.authentication = GatewayAuthentication(config)
-        self.gateway = Gateway(config, self.authentication.cluster.dial)
+        self.gateway = Gateway(config, self.authentication.cluster.dial, self.authentication.cluster)
         self.address = ""
         """host:port of the gRPC server, once bound."""
         self.recorder = self.gateway.recorder

@@ -22,6 +22,7 @@ from baton.api.openai_errors import invalid_value
 from baton.api.openai_fields import Elements, Strict, TokenId
 from baton.gateway.admission import check_model
 from baton.gateway.gateway import Gateway
+from baton.gateway.preparation import encode_chat
 from baton.gateway.recorded_calls import recorded_call
 from baton.rpc.validate import check_token_ids
 from baton.tokenizer.vocabulary import Vocabulary
@@ -85,22 +86,23 @@ def add_tokens(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
     async def tokenize(request: Request) -> Response:
         body = await bodies.read_starts(request, TokenizeRequest, tokenize_start)
         (start,), asked = body.made, body.request
-        given = tokenizer_pb2.EncodeInput()
-        if start.WhichOneof("prompt") == "text":
-            given.text = start.text
-        else:
-            given.chat.CopyFrom(start.chat)
-        if asked.add_special_tokens is not None:
-            given.add_special_tokens = asked.add_special_tokens
-        with recorded_call(gateway, request.state.api_key, "tokenize", computes=False) as call:
-            encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
-            call.tokens = len(encoded.token_ids)
+        special, api_key = asked.add_special_tokens, request.state.api_key
+        with recorded_call(gateway, api_key, "tokenize", computes=False) as call:
+            token_ids: Sequence[int]
+            if start.WhichOneof("prompt") == "text":
+                given = tokenizer_pb2.EncodeInput(text=start.text)
+                if special is not None:
+                    given.add_special_tokens = special
+                token_ids = (await gateway.tokenizer.encode(given, gateway.config.request_seconds)).token_ids
+            else:
+                token_ids = await encode_chat(gateway, start, api_key, special)
+            call.tokens = len(token_ids)
             vocabulary = None
             if asked.return_token_strs:
                 vocabulary = await gateway.tokenizer.ready(gateway.config.request_seconds)
             most = gateway.model().context_length
             # In a thread: a prompt may have millions of tokens.
-            answer = await asyncio.to_thread(_answer, encoded.token_ids, most, vocabulary)
+            answer = await asyncio.to_thread(_answer, token_ids, most, vocabulary)
         response = Response(answer, media_type="application/json")
         return name_ignored(response, body.ignored | unread_arguments(gateway, start.chat))
 

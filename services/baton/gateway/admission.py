@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import grpc
 
 from baton.config import GatewayConfig
+from baton.gateway.prompt_images import check_images, image_parts
 from baton.rpc.errors import BatonError, invalid
 from baton.rpc.validate import (
     check_choices,
@@ -159,8 +160,9 @@ def _check_prompt(
     else:
         if not start.chat.messages:
             raise invalid("chat.messages", "the conversation is empty: give at least one message")
-        # All bytes of the message, if they are few enough: counting is left to the library.
-        size = start.chat.ByteSize()
+        check_images(start.chat, model)
+        # All bytes of the message but images, if they are few enough: counting is left to the library.
+        size = start.chat.ByteSize() - sum(part.ByteSize() for _, part in image_parts(start.chat))
         if size > max_bytes:
             size = _chat_bytes(start.chat, max_bytes)
     field = "text" if kind == "text" else "chat.messages"
@@ -181,6 +183,7 @@ def _chat_bytes(chat: tokenizer_pb2.ChatPrompt, limit: int) -> int:
         if size > limit:
             return size
         size += len(message.role) + _utf8_bytes(message.content, limit)
+        size += sum(_utf8_bytes(part.text, limit) for part in message.parts)
         size += len(message.name) + _utf8_bytes(message.reasoning, limit)
         for call in message.tool_calls:
             size += len(call.name) + _utf8_bytes(call.arguments, limit)

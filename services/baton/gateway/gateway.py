@@ -12,6 +12,7 @@ import grpc.aio
 from baton.config import GatewayConfig
 from baton.gateway.decode_client import DecodeClient
 from baton.gateway.embedding_client import EmbeddingClient
+from baton.gateway.pictures_server import PicturesServer
 from baton.gateway.probe import Prober
 from baton.gateway.request_log import EndedRequest, RequestLog
 from baton.gateway.runtime import DecodeLink
@@ -21,6 +22,7 @@ from baton.gateway.traces import Traces
 from baton.gateway.worker_registry import CacheWatch
 from baton.parsers.registry import check_names
 from baton.rpc.address import new_incarnation
+from baton.rpc.authentication import ClusterAuthentication, ClusterCredentials
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.link import Link
@@ -35,15 +37,19 @@ INFO_SECONDS = 10.0
 class Gateway(GatewayShell):
     """Runs requests and connections with asyncio and gRPC."""
 
-    def __init__(self, config: GatewayConfig, dial: Dial = open_channel) -> None:
-        """dial: opens connections to the tokenizer and workers. Raises BatonError for values not known in
-        `config`."""
+    def __init__(
+        self, config: GatewayConfig, dial: Dial = open_channel, cluster: ClusterCredentials | None = None
+    ) -> None:
+        """dial: opens connections to the tokenizer and workers. cluster: what workers show who fetch images;
+        None: nothing. Raises BatonError for values not known in `config`."""
         check_names(config)
         self.incarnation = new_incarnation()
         self.log = get_logger()
         self.dial = dial
         self._tasks = Tasks()
         super().__init__(config, TokenizerClient(config.resume_wait_seconds, dial))
+        authentication = ClusterAuthentication(cluster or ClusterCredentials())
+        self._pictures_server = PicturesServer(config, authentication, self.pictures)
         self.request_log = RequestLog()
         self.traces = Traces(self.incarnation, self.recorder, dial)
         self.embedder = EmbeddingClient(config, self.nodes, self.tokenizer, dial)
@@ -89,6 +95,9 @@ class Gateway(GatewayShell):
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
         return info
+
+    async def pictures_address(self) -> str:
+        return await self._pictures_server.address(next(iter(self.nodes.decode), ""))
 
     def follow_load(self, address: str) -> asyncio.Task[Any]:
         watch = CacheWatch(address, self.router, self.dial)
@@ -181,6 +190,8 @@ class Gateway(GatewayShell):
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
         await self.embedder.close()
+        await self._pictures_server.stop()
+        self.pictures.close()
         await self.nodes.close()
         await self._tasks.close()
         await self.traces.close()

@@ -149,6 +149,17 @@ class GatewayMetrics:
             "Times that a request went on at a decode node after another one had been lost.",
             registry=registry,
         )
+        self.images = self._counter(
+            "baton_gateway_images",
+            "Images of requests: decoded, still kept from an earlier request, or refused.",
+            "outcome",
+            ("decoded", "kept", "refused"),
+        )
+        self.image_tokens = Counter(
+            "baton_gateway_image_tokens",
+            "Prompt tokens of images, of requests that ended.",
+            registry=registry,
+        )
         self.probes = self._counter(
             "baton_probes", "Probes of the hand-off, by outcome.", "outcome", ("ok", "refused", "failed")
         )
@@ -209,6 +220,10 @@ class GatewayMetrics:
         """Counts a failed request. Decode nodes may name any reason: those beyond MAX_REASONS count as
         OTHER."""
         self.failures.labels(_bounded(reason, self._reasons, MAX_REASONS)).inc()
+
+    def image(self, outcome: str) -> None:
+        """Counts an image of a request. outcome: decoded, kept or refused."""
+        self.images.labels(outcome).inc()
 
     def refused(self, api: str, reason: str) -> None:
         """Counts a request that was refused before it became one. api: grpc or http."""

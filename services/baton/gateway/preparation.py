@@ -9,11 +9,13 @@ from baton.gateway import admission
 from baton.gateway.authentication import ApiKey
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
+from baton.gateway.pictures import PictureLease
+from baton.gateway.prompt_images import ImageSize, read_images, with_images, without_files
 from baton.gateway.prompts import EncodedPrompt, GatewaySession, encode_prompt
 from baton.gateway.shell import GatewayShell
 from baton.rpc.validate import require_grammars
 from baton.tokenizer.vocabulary import Vocabulary
-from baton.v1 import common_pb2, inference_pb2, trace_pb2
+from baton.v1 import common_pb2, decode_pb2, inference_pb2, tokenizer_pb2, trace_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,14 @@ class Prepared:
     """None: the output is plain text."""
     grammar_field: str
     """What the client has given that the grammar comes from."""
+    pictures: str
+    """host:port where workers fetch the prompt's images; empty: there are none."""
+
+    def fill(self, start: decode_pb2.DecodeStart) -> None:
+        """Adds copies: any part of a message keeps the whole message alive."""
+        start.sampling.CopyFrom(self.sampling)
+        start.images.extend(self.prompt.images)
+        start.pictures = self.pictures
 
 
 async def prepare(
@@ -39,16 +49,22 @@ async def prepare(
     traceparent: str,
     tokenizing: Callable[[str], None],
     tokenized: Callable[[int], None],
+    lease: PictureLease,
 ) -> Prepared:
     """Encodes the prompt, and checks what can be checked only then. Raises BatonError.
 
     tokenizing: called with the tokenizer's address when the prompt is sent there; tokenized: with the
-    prompt's number of tokens.
+    prompt's number of tokens. lease: holds the prompt's images.
     """
+
+    async def read(chat: tokenizer_pb2.ChatPrompt) -> list[ImageSize]:
+        return await read_images(chat, gateway.model(), lease)
+
     prompt = await encode_prompt(
-        start, session, gateway.tokenizer, timing.remaining, name, traceparent, tokenizing
+        start, session, gateway.tokenizer, timing.remaining, name, traceparent, tokenizing, read
     )
     tokenized(len(prompt.token_ids))
+    pictures = await gateway.pictures_address() if prompt.images else ""
     vocabulary = await gateway.tokenizer.ready(timing.remaining)
     model = gateway.model_or_last()
     if model is None:
@@ -67,4 +83,23 @@ async def prepare(
         if not start.sampling.HasField("grammar"):
             field = "chat.tools"
         require_grammars(sampling, model.grammars)
-    return Prepared(prompt, vocabulary, model.fingerprint, sampling, outputs, field)
+    return Prepared(prompt, vocabulary, model.fingerprint, sampling, outputs, field, pictures)
+
+
+async def encode_chat(
+    gateway: GatewayShell,
+    start: inference_pb2.GenerateStart,
+    api_key: ApiKey,
+    add_special_tokens: bool | None = None,
+) -> list[int]:
+    """The tokens of a chat that is not run, its images' included. Raises BatonError."""
+    lease = PictureLease(gateway.pictures, api_key.owner, start.namespace)
+    try:
+        images = await read_images(start.chat, gateway.model(), lease)
+    finally:
+        lease.release()
+    given = tokenizer_pb2.EncodeInput(chat=without_files(start.chat, images))
+    if add_special_tokens is not None:
+        given.add_special_tokens = add_special_tokens
+    encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
+    return with_images(encoded.token_ids, encoded.images, images)[0]

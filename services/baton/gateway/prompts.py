@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from baton.gateway.prompt_images import ImageSize, keyed, with_images, without_files
 from baton.gateway.token_log import ChoiceLog
 from baton.gateway.tokenizer_client import TokenizerClient
 from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2, trace_pb2
 
 END_CHARACTERS = 64
+IMAGE_IN_LOG = "[image]"
+ReadImages = Callable[[tokenizer_pb2.ChatPrompt], Awaitable[list[ImageSize]]]
+
+
+async def no_images(chat: tokenizer_pb2.ChatPrompt) -> list[ImageSize]:
+    return []
 
 
 class GatewaySession:
@@ -24,6 +32,8 @@ class GatewaySession:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self.images: list[common_pb2.PromptImage] = []
+        """Those in token_ids."""
         self.decode_address = ""
         self.prefill_address = ""
         self._chat: bool | None = None
@@ -60,24 +70,23 @@ class GatewaySession:
 
     def commit(
         self,
-        prompt_ids: Sequence[int],
+        prompt: EncodedPrompt,
         answer: ChoiceLog,
-        conversation: tokenizer_pb2.ChatPrompt | None = None,
-        rendered: str = "",
     ) -> None:
-        """A turn has finished. conversation and rendered: of a chat turn, what its prompt was made from.
+        """A turn has finished.
 
         Text and tokens continue after the turn's last token. The token that ended a chat's answer is left
         out, because the template writes the end of a turn itself. After a stop string, or a call that
         ended the answer, the tokens go beyond the text, so the next turn starts afresh.
         """
-        self._chat = conversation is not None
-        self.token_ids = [*prompt_ids, *answer.token_ids]
-        if conversation is None:
+        self._chat = prompt.conversation is not None
+        self.token_ids = [*prompt.token_ids, *answer.token_ids]
+        self.images = prompt.images
+        if prompt.conversation is None:
             return
         reply = tokenizer_pb2.ChatMessage(role="assistant", content=answer.text)
-        self._messages = [*conversation.messages, reply]
-        self.encoded_text = "" if answer.ended_early else rendered + answer.text
+        self._messages = [*prompt.conversation.messages, reply]
+        self.encoded_text = "" if answer.ended_early else prompt.rendered + answer.text
         if answer.finish_reason == common_pb2.FINISH_REASON_STOP and not answer.ended_early:
             self.token_ids.pop()
 
@@ -88,11 +97,22 @@ class EncodedPrompt:
     field: str
     """The field of the prompt, for errors."""
     conversation: tokenizer_pb2.ChatPrompt | None = None
-    """For a chat in a session: all messages, earlier turns included."""
+    """For a chat in a session, or with images: all messages, earlier turns included, images by digest."""
     rendered: str = ""
     """For a chat in a session: the template's text of the conversation."""
     end: str = ""
     """For a chat: the last END_CHARACTERS of that text."""
+    images: list[common_pb2.PromptImage] = dataclasses.field(default_factory=list)
+    """Those in token_ids, in order."""
+
+    @property
+    def image_tokens(self) -> int:
+        return sum(image.rows * image.columns for image in self.images)
+
+    @property
+    def keys(self) -> Sequence[int]:
+        """The tokens as prefix trees know them, where an image's name the image."""
+        return keyed(self.token_ids, self.images)
 
 
 async def encode_prompt(
@@ -103,9 +123,11 @@ async def encode_prompt(
     name: trace_pb2.RequestName | None = None,
     traceparent: str = "",
     asking: Callable[[str], None] = lambda address: None,
+    read: ReadImages = no_images,
 ) -> EncodedPrompt:
     """The tokens of the whole prompt, including those of the session. name: the request's. traceparent: its
-    trace context. asking: called with the address of each tokenizer before it is asked."""
+    trace context. asking: called with the address of each tokenizer before it is asked. read: of a chat, the
+    images of its messages, whose files it takes out of them."""
     earlier = session.token_ids if session is not None else []
     kind = start.WhichOneof("prompt")
     if kind == "tokens":
@@ -120,6 +142,8 @@ async def encode_prompt(
             found = [model.begin_token_id]
         return EncodedPrompt([*earlier, *found], "text")
     conversation = session.conversation(start.chat) if session is not None else start.chat
+    images = await read(conversation)
+    conversation = without_files(conversation, images)
     given = tokenizer_pb2.EncodeInput(chat=conversation, request=name, traceparent=traceparent)
     if session is not None:
         # Encoding the whole text again may give other tokens than those whose KV exists.
@@ -130,10 +154,19 @@ async def encode_prompt(
         if error.reason != "NO_CHAT_TEMPLATE":
             raise
         raise invalid("chat", "the model has no chat template: send text or tokens") from None
-    token_ids = [*earlier, *result.token_ids] if result.continued else list(result.token_ids)
+    end = result.rendered[-END_CHARACTERS:]
+    if session is None or not result.continued:
+        token_ids, spans = with_images(result.token_ids, result.images, images)
+    else:
+        token_ids, spans = with_images(
+            [*earlier, *result.token_ids],
+            [len(earlier) + at for at in result.images],
+            images[len(session.images) :],
+        )
+        spans = [*session.images, *spans]
     if session is None:
-        return EncodedPrompt(token_ids, "chat", end=result.rendered[-END_CHARACTERS:])
-    return EncodedPrompt(token_ids, "chat", conversation, result.rendered, result.rendered[-END_CHARACTERS:])
+        return EncodedPrompt(token_ids, "chat", conversation if images else None, "", end, spans)
+    return EncodedPrompt(token_ids, "chat", conversation, result.rendered, end, spans)
 
 
 def prompt_for_log(start: inference_pb2.GenerateStart) -> str | list[int] | list[str]:
@@ -141,4 +174,9 @@ def prompt_for_log(start: inference_pb2.GenerateStart) -> str | list[int] | list
     kind = start.WhichOneof("prompt")
     if kind == "tokens":
         return list(start.tokens.token_ids)
-    return [message.content for message in start.chat.messages] if kind == "chat" else str(start.text)
+    if kind == "text":
+        return start.text
+    return [
+        message.content or "".join(part.text or IMAGE_IN_LOG for part in message.parts)
+        for message in start.chat.messages
+    ]

@@ -10,6 +10,7 @@ from baton.gateway.authentication import ApiKey
 from baton.gateway.backpressure import SlowReader
 from baton.gateway.decode_client import DecodeClient
 from baton.gateway.metrics import RequestTimer
+from baton.gateway.pictures import PictureLease
 from baton.gateway.preparation import prepare
 from baton.gateway.prompts import EncodedPrompt, GatewaySession
 from baton.gateway.request_end import ended_request, finished_event
@@ -59,7 +60,8 @@ class GatewayRequest:
         """The client's choice where the prompt is computed; None: --split decides."""
         self._session: GatewaySession | None = None
         self._on_change = on_change
-        self._prompt: EncodedPrompt | None = None
+        self.prompt: EncodedPrompt | None = None
+        self._pictures = PictureLease(gateway.pictures, api_key.owner, start.namespace)
         self.attempts = ResumeAttempts(
             self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
         )
@@ -161,21 +163,20 @@ class GatewayRequest:
                 self._template.traceparent,
                 self._tokenizing,
                 self._tokenized,
+                self._pictures,
             )
             self._start = self._preparing = None
             if self.log.terminal is not None:
                 return
-            self._prompt, vocabulary, outputs = prepared.prompt, prepared.vocabulary, prepared.outputs
-            self._vocabulary, sampling = vocabulary, prepared.sampling
+            self.prompt, outputs, sampling = prepared.prompt, prepared.outputs, prepared.sampling
+            vocabulary = self._vocabulary = prepared.vocabulary
             self._fingerprint, self._grammar_field = prepared.fingerprint, prepared.grammar_field
-            self._template.sampling.CopyFrom(sampling)
+            prepared.fill(self._template)
             # Read once: they are asked for at every token.
             self._max_tokens, self._vocabulary_size = sampling.max_tokens, vocabulary.size
             self._with_logprobs = sampling.HasField("logprobs")
-            self.log.prompt_ids = self._prompt.token_ids
-            self._routing = self._gateway.routing(
-                self.number, self.log.prompt_ids, self._template.namespace, self._session
-            )
+            self.log.prompt_ids, self.log.image_tokens = self.prompt.token_ids, self.prompt.image_tokens
+            self._routing = self._gateway.routing(self._template, self.prompt.keys, self._session)
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
             self._place()
@@ -367,6 +368,7 @@ class GatewayRequest:
                 each.cancel()
         self._timer = self._place_timer = self._preparing = None
         self._reader.end()
+        self._pictures.release()
         self._start = None
         if (node := self._node) is not None:
             node.cancel(self.number)
@@ -396,7 +398,7 @@ class GatewayRequest:
         on_change()
 
     def _commit_session(self, prefill_address: str) -> None:
-        session, prompt = self._session, self._prompt
+        session, prompt = self._session, self.prompt
         if session is not None and prompt is not None:
             session.decode_address, session.prefill_address = self.attempts.address, prefill_address
-            session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)
+            session.commit(prompt, self.log.choices[0])

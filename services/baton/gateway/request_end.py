@@ -27,6 +27,7 @@ def finished_event(
         reasoning_tokens=sum(choice.reasoning_tokens for choice in log.choices),
         drafted_tokens=stats.drafted_tokens,
         accepted_drafts=stats.accepted_drafts,
+        image_tokens=log.image_tokens,
     )
     return inference_pb2.Finished(
         usage=usage,
@@ -70,6 +71,7 @@ def ended_request(
         key=key,
         model=model,
         cached_tokens=log.cached_tokens,
+        image_tokens=log.image_tokens,
         finish=finish.removeprefix("FINISH_REASON_").lower().removesuffix("unspecified"),
         way=way,
         decode=attempts.address,

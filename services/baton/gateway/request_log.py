@@ -38,6 +38,8 @@ class EndedRequest:
     """Name of the API key; empty: there are none."""
     model: str = ""
     cached_tokens: int = 0
+    image_tokens: int = 0
+    """Of prompt_tokens."""
     finish: str = ""
     """Why the first choice ended: stop or length."""
     way: str = ""
@@ -127,6 +129,7 @@ def _story(request: EndedRequest) -> dict[str, object]:
         "key": request.key,
         "model": request.model,
         "cached_tokens": request.cached_tokens,
+        "image_tokens": request.image_tokens,
         "finish": request.finish,
         "way": request.way,
         "decode": request.decode,

@@ -74,6 +74,10 @@ class GatewayRuntime:
         """Node.GetInfo of a worker. Raises BatonError."""
         raise NotImplementedError
 
+    async def pictures_address(self) -> str:
+        """host:port where workers fetch images (baton.v1.Pictures). Raises BatonError."""
+        raise NotImplementedError
+
     def follow_load(self, address: str) -> Cancellable:
         """Keeps the router's view of a worker's cache and load up to date until cancelled."""
         raise NotImplementedError

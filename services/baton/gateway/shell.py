@@ -14,6 +14,7 @@ from baton.gateway.authentication import ApiKey
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.decode_client import DecodeClient
 from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.pictures import PictureStore
 from baton.gateway.prompts import GatewaySession, prompt_for_log
 from baton.gateway.request_log import EndedRequest
 from baton.gateway.resume import ResumePolicy
@@ -25,7 +26,7 @@ from baton.gateway.tokenizer_client import TokenizerClient
 from baton.gateway.worker_registry import WorkerRegistry
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
 from baton.tracing.recorder import Recorder
-from baton.v1 import inference_pb2, node_pb2
+from baton.v1 import decode_pb2, inference_pb2, node_pb2
 
 
 class RunningRequest(Protocol):
@@ -48,6 +49,7 @@ class GatewayShell(GatewayRuntime):
         self.config = config
         self.tokenizer = tokenizer
         self.metrics = GatewayMetrics(config.ttft_target_seconds, config.itl_target_seconds)
+        self.pictures = PictureStore(config.image_memory_mib * 2**20, self.metrics.image)
         self.recorder = Recorder(config.recorder_events, self.clock)
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
         self.router = Router(config.routing, self.clock)
@@ -120,6 +122,7 @@ class GatewayShell(GatewayRuntime):
         setattr(totals, outcome, getattr(totals, outcome) + 1)
         totals.prompt_tokens += ended.prompt_tokens
         totals.cached_tokens += ended.cached_tokens
+        self.metrics.image_tokens.inc(ended.image_tokens)
         totals.output_tokens += ended.output_tokens
         self.metrics.ended(outcome, ended.key, ended.prompt_tokens, ended.output_tokens, ended.seconds)
         if request in self._running:
@@ -131,10 +134,10 @@ class GatewayShell(GatewayRuntime):
         self.rest()
 
     def routing(
-        self, number: int, tokens: Sequence[int], namespace: str, session: GatewaySession | None
+        self, start: decode_pb2.DecodeStart, tokens: Sequence[int], session: GatewaySession | None
     ) -> RequestRouting:
-        """The routing of the request with this number."""
-        prompt = PromptPages(tokens, namespace)
+        """The routing of a request, of whose prompt `tokens` are the tokens as prefix trees know them."""
+        number, prompt = start.request, PromptPages(tokens, start.namespace)
         last = (session.decode_address, session.prefill_address) if session is not None else ()
         return RequestRouting(self.router, number, prompt, *last)
 
@@ -187,6 +190,10 @@ class GatewayShell(GatewayRuntime):
             if self.config.generation_config == "auto" and self.tokenizer.model.HasField("default_sampling"):
                 model.default_sampling.CopyFrom(self.tokenizer.model.default_sampling)
             model.vocabulary_hash = self.tokenizer.model.vocabulary_hash
+            model.ClearField("image_settings")
+            if all(each.images for each in models) and self.tokenizer.model.HasField("image_settings"):
+                model.image_settings.CopyFrom(self.tokenizer.model.image_settings)
+        model.images = model.HasField("image_settings")
         model.context_length = min(each.context_length for each in models)
         model.grammars = all(each.grammars for each in models)
         return model

@@ -23,15 +23,16 @@ def bind_grpc(
     insecure: bool,
     *,
     shared: bool = False,
+    flag: str = "--port",
 ) -> str:
     """Binds the server; returns host:port as bound.
 
-    shared: other processes of this user may bind the port as well; the server's options must say so
-    (grpc.so_reuseport). Raises BatonError: UNAVAILABLE (CANNOT_BIND), or FAILED_PRECONDITION when callers
-    would not be authenticated (INSECURE) or the certificate cannot be used.
+    flag: that sets the port, for errors. shared: other processes of this user may bind the port as well; the
+    server's options must say so (grpc.so_reuseport). Raises BatonError: UNAVAILABLE (CANNOT_BIND), or
+    FAILED_PRECONDITION when callers would not be authenticated (INSECURE) or the certificate cannot be used.
     """
-    flag = "--shared" if shared else "--port"
-    problem = None if shared else bind_problem(host, port)
+    flag = "--shared" if shared else flag
+    problem = None if shared else bind_problem(host, port, flag)
     if problem is not None:
         raise problem
     check_address(host, authentication, insecure)

@@ -155,10 +155,10 @@ class SimGateway(SimProcess, VirtualGateway):
             raise Violation(f"count: {self.who} has counted {counted} tokens and received {received}")
 
     def routing(
-        self, number: int, tokens: Sequence[int], namespace: str, session: GatewaySession | None
+        self, start: decode_pb2.DecodeStart, tokens: Sequence[int], session: GatewaySession | None
     ) -> RequestRouting:
-        super().routing(number, tokens, namespace, session)
-        return GuessedSources(self, number, tokens, namespace)
+        super().routing(start, tokens, session)
+        return GuessedSources(self, start.request, tokens, start.namespace)
 
     # --- what clients ask -------------------------------------------------------------------------------
 
