@@ -180,6 +180,36 @@ def test_what_it_wrote_is_not_computed_again(checkpoint):
     assert chunks[0] == 51 and set(chunks[1:]) == {2}
 
 
+def test_what_other_sequences_had_computed_is_not_computed_again(checkpoint):
+    """Whole pages, of the same namespace; also once these have made room for others."""
+    prompt, other = prompts_of(50, 20)
+
+    def asked(drafter, tokens, namespace=""):
+        """The rows of its first pass, and what it drafts."""
+        plans = []
+        launch = drafter._runner.launch
+        drafter._runner.launch = lambda plan: plans.append(plan) or launch(plan)
+        request = EngineRequest("a", tuple(tokens), SamplingParams(temperature=0.0), namespace=namespace)
+        drafter.prepare([(request.sequences[0], 3)])
+        drafter._runner.launch = launch
+        return plans[0].rows[0], drafter.draft(request.sequences[0], 3)
+
+    drafter = Counting(checkpoint, slots=2, pages=12).drafter
+    for tokens, namespace, start in (
+        (prompt, "", 0),
+        (prompt, "", 48),
+        (prompt[:48], "", 32),
+        ([*prompt, *other], "", 48),
+        (prompt, "own", 0),
+        ([*prompt[:20], 1, *prompt[21:]], "", 16),
+        ([*prompt, *other, 7], "", 64),
+    ):
+        row, drafts = asked(drafter, tokens, namespace)
+        assert (row.start, list(row.tokens)) == (start, tokens[start:])
+        assert drafts == asked(Counting(checkpoint).drafter, tokens)[1]
+    drafter._slots.check()
+
+
 def test_a_sequence_longer_than_it_knows(checkpoint):
     drafter = Counting(checkpoint).drafter
     drafter._context = 40

@@ -1,7 +1,8 @@
 """What drafters with a model of their own keep of sequences: a batch slot and pages of a pool of their own.
 
 Nobody tells a drafter that a sequence has ended. What was not used for longest makes room, and what a
-sequence has lost is computed again if it is still wanted: drafts are guesses.
+sequence has lost is computed again if it is still wanted: drafts are guesses. Pages of tokens alone, without
+what another model has said of them, are found again by later sequences, in a prefix tree of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.engine.plan import SlotInit
 from baton.engine.request import Sequence as TokenSequence
-from baton.kvcache.page_allocator import PageAllocator
+from baton.kvcache import FULL, BlockTable, KvCacheManager, PageAllocator, PrefixTree
 
 
 @dataclass(slots=True, eq=False)
@@ -20,16 +21,20 @@ class DraftKv:
 
     slot: int
     """-1: it has made room for others."""
+    holding: BlockTable
     written: list[int] = field(default_factory=list)
     """Tokens whose keys and values the pages hold, drafts among them."""
     agreed: int = 0
     """Those of them that are the sequence's, as far as is known."""
-    tables: tuple[tuple[int, ...], ...] = ()
-    """The page table of each KV group."""
     used: int = 0
     """The last step that it was wanted in."""
     guess: list[int] = field(default_factory=list)
     """What follows the sequence's tokens in that step."""
+
+    @property
+    def tables(self) -> tuple[tuple[int, ...], ...]:
+        """The page table of each KV group."""
+        return self.holding.page_tables()
 
     def agree(self, tokens: Sequence[int]) -> int:
         """How many of the tokens are written; forgets what is written behind them."""
@@ -45,37 +50,47 @@ class DraftKvSlots:
 
     def __init__(self, slots: int, pages: int, page_size: int, groups: int) -> None:
         self._free = list(range(slots))
-        self._allocator = PageAllocator(pages)
-        self._page_size, self._groups = page_size, groups
+        self._cache = KvCacheManager(PageAllocator(pages), PrefixTree(page_size, groups=(FULL,) * groups))
         self._kept: dict[DraftKv, None] = {}
         """Those with a slot, the one that was not used for longest first."""
 
-    def take(self, kv: DraftKv | None, tokens: int, step: int) -> DraftKv | None:
-        """What is kept of a sequence (`kv`, as long as it has a slot, else anew), with pages for so many
-        tokens; None: there is no room beside what else this step uses."""
+    def take(
+        self, kv: DraftKv | None, room: int, step: int, tokens: Sequence[int] = (), namespace: str = ""
+    ) -> DraftKv | None:
+        """What is kept of a sequence (`kv`, as long as it has a slot, else anew), with pages for `room`
+        tokens; None: there is no room beside what else this step uses. `tokens`: the sequence's, all but the
+        last of which may be found where earlier ones were kept."""
         if kv is None or kv.slot < 0:
             if not self._free and not self._make_room(step):
                 return None
-            kv = DraftKv(self._free.pop())
+            size = self._cache.page_size
+            holding = self._cache.hold(tokens, namespace, max(0, len(tokens) - 1) // size)
+            kv = DraftKv(self._free.pop(), holding, list(tokens[: len(holding) * size]))
         self._kept.pop(kv, None)
         self._kept[kv] = None
         kv.used, kv.guess = step, []
-        rows = -(-tokens // self._page_size)
-        have = len(kv.tables[0]) if kv.tables else 0
-        while (rows - have) * self._groups > self._allocator.counts().free:
+        rows = max(len(kv.holding), -(-room // self._cache.page_size))
+        while self._cache.lacking(kv.holding, rows) > self._cache.available:
             if not self._make_room(step):
                 return None
-        if rows > have:
-            new = [tuple(self._allocator.take(rows - have)) for _ in range(self._groups)]
-            kv.tables = tuple(a + b for a, b in zip(kv.tables or ((),) * self._groups, new, strict=True))
+        self._cache.extend(kv.holding, rows)
         return kv
+
+    def keep(self, kv: DraftKv, tokens: Sequence[int], count: int) -> None:
+        """Keys and values of the sequence's first `count` tokens are in its pages for good."""
+        if count // self._cache.page_size > kv.holding.committed:
+            self._cache.commit(kv.holding, tokens[:count], kv.holding.namespace)
 
     def drop(self, kv: DraftKv) -> None:
         """Gives up its slot and its pages."""
         self._free.append(kv.slot)
-        self._allocator.give_back(page for table in kv.tables for page in table)
-        kv.slot, kv.tables = -1, ()
+        self._cache.release(kv.holding, 0)
+        kv.slot = -1
         del self._kept[kv]
+
+    def check(self) -> None:
+        """Raises AccountingError."""
+        self._cache.check()
 
     def _make_room(self, step: int) -> bool:
         oldest = next(iter(self._kept), None)

@@ -45,13 +45,16 @@ class ModelDrafter(Drafter):
         rows, inits = list[PlanRow](), list[SlotInit]()
         going: list[tuple[DraftKv, int, int]] = []
         """What is kept of a sequence, its tokens, and how many are drafted."""
+        known: list[tuple[DraftKv, list[int], int]] = []
+        """Likewise of all rows, and of how many tokens they then have keys and values."""
         for sequence, most in wanted:
             tokens = sequence.tokens
             most = min(most, self._context - len(tokens))
             if most < 1 or not budget:
                 continue
             kept = sequence.drafting if isinstance(sequence.drafting, DraftKv) else None
-            kv = self._slots.take(kept, len(tokens) + most - 1, self._step)
+            room = len(tokens) + most - 1
+            kv = self._slots.take(kept, room, self._step, tokens, sequence.request.namespace)
             if kv is None:
                 continue
             sequence.drafting = kv
@@ -59,13 +62,18 @@ class ModelDrafter(Drafter):
             chunk = tokens[start : start + budget]
             budget -= len(chunk)
             kv.written[start:] = chunk
+            known.append((kv, tokens, start + len(chunk)))
             caught_up = start + len(chunk) == len(tokens)
             rows.append(PlanRow(kv.slot, chunk, start, kv.tables, (kv.slot,) if caught_up else ()))
             if caught_up:
                 inits.append(slot_init(kv.slot, sequence))
                 going.append((kv, len(tokens), most))
         if rows:
-            self._draft(rows, inits, going)
+            failed = self._draft(rows, inits, going)
+            for kv, tokens, count in known:
+                if kv.slot not in failed:
+                    # The last are written again if it is asked again before there is another token.
+                    self._slots.keep(kv, tokens, count - 1)
 
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
         kv = sequence.drafting
@@ -73,8 +81,10 @@ class ModelDrafter(Drafter):
 
     def _draft(
         self, rows: list[PlanRow], inits: list[SlotInit], going: list[tuple[DraftKv, int, int]]
-    ) -> None:
-        """Launches all passes, then reads them: a GPU is not waited for in between."""
+    ) -> set[int]:
+        """Launches all passes, then reads them: a GPU is not waited for in between. Returns the slots of rows
+        that failed."""
+        failed = set[int]()
         sampling = {kv.slot: kv for kv, _, _ in going}
         launched = [self._launch(rows, inits)]
         for depth in range(1, max((most for _, _, most in going), default=0)):
@@ -88,11 +98,13 @@ class ModelDrafter(Drafter):
             for row, result in zip(plan.rows, self._runner.read(flight).rows, strict=True):
                 kv = sampling.get(row.slot)
                 if result.error is not None:
+                    failed.add(row.slot)
                     sampling.pop(row.slot, None)
                 elif row.sample and kv is not None:
                     kv.guess += result.tokens
         for kv, _, _ in going:
             kv.written += kv.guess[:-1]
+        return failed
 
     def _launch(self, rows: Sequence[PlanRow], inits: Sequence[SlotInit]) -> tuple[StepPlan, Any]:
         self._launched += 1
