@@ -13,7 +13,10 @@ from gguf import GGML_QUANT_SIZES, ExpertGatingFuncType, GGMLQuantizationType, G
 from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import gguf_recurrent_models as recurrent
+
 ARCHITECTURES = {
+    **recurrent.ARCHITECTURES,
     "mistral": "llama",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
@@ -83,6 +86,8 @@ def own_name(name: str, arch: str) -> str:
 
 def in_file(name: str, weight: np.ndarray, config: Any, arch: str, old: bool) -> tuple[Arrays, Back]:
     """What the file holds of a parameter, by its names, and how the parameter follows from that."""
+    if config.model_type in recurrent.ARCHITECTURES:
+        return recurrent.in_file(name, weight, config, arch)
     layer = (re.match(r"model\.layers\.(\d+)", name) or [None, ""])[1]
     if found := re.search(r"mlp\.experts\.(gate_up|down)_proj(_bias)?$", name):
         kind = "bias" if found[2] else "weight"
@@ -139,7 +144,9 @@ def rounded(
 ) -> dict[str, tuple[np.ndarray, GGMLQuantizationType]]:
     """Packed tensors of a model by their GGUF names. The model keeps what they unpack to."""
     tensors = {}
-    buffers = [pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")]
+    buffers = [
+        pair for pair in model.named_buffers() if pair[0].endswith(("e_score_correction_bias", "expert_bias"))
+    ]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *buffers]:
             arrays, back = in_file(name, parameter.numpy(), model.config, arch, old)
@@ -154,7 +161,8 @@ def rounded(
 
 def _type(own: str, array: np.ndarray, kind: str) -> GGMLQuantizationType:
     """Rows that are no multiple of a block stay F16, and what is small F32, as with llama.cpp."""
-    if array.ndim == 1 or own.endswith(".bias") or "ffn_gate_inp" in own:
+    small = "ffn_gate_inp" in own or re.search(r"\.ssm_(?:a|d|norm|conv1d)\b|shortconv\.conv\.", own)
+    if array.ndim == 1 or own.endswith(".bias") or small:
         return GGMLQuantizationType.F32
     type = GGMLQuantizationType[kind]
     if kind == "MXFP4" and "_exps" not in own:
@@ -164,7 +172,7 @@ def _type(own: str, array: np.ndarray, kind: str) -> GGMLQuantizationType:
 
 def add_rope(writer: GGUFWriter, model: PreTrainedModel) -> None:
     config = model.config
-    parameters = dict(config.rope_parameters)
+    parameters = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 1e4, "rope_type": "default"})
     if "full_attention" in parameters:
         writer.add_rope_freq_base_swa(parameters["sliding_attention"]["rope_theta"])
         parameters = parameters["full_attention"]
@@ -212,6 +220,8 @@ def _head_dim(config: Any) -> int:
 
 def add_family(writer: GGUFWriter, config: Any, old: bool) -> None:
     """What only this architecture's files have."""
+    if config.model_type in recurrent.ARCHITECTURES:
+        return recurrent.add_keys(writer, config)
     match writer.arch:
         case "llama" if config.model_type == "mixtral":
             writer.add_expert_count(config.num_local_experts)
@@ -315,6 +325,8 @@ def write_gguf(
     """
     config = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
+    if config.model_type in recurrent.ARCHITECTURES:
+        arch = recurrent.architecture(config)
     tensors = rounded(model, kind, arch, old)
     for name in [name for name in tensors if fused and "ffn_gate_exps" in name]:
         (gate, type), (up, _) = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
@@ -322,13 +334,17 @@ def write_gguf(
     most = -(-(len(tensors) + 3) // parts) if parts > 1 else 0
     writer = GGUFWriter(path, arch, split_max_tensors=most)
     latent = arch == "deepseek2"
-    writer.add_block_count(config.num_hidden_layers + (arch == "glm4moe"))
+    blocks = len(getattr(config, "layers_block_type", ())) or config.num_hidden_layers
+    writer.add_block_count(blocks + (arch == "glm4moe"))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if (inner := getattr(config, "intermediate_size", 0)) and not arch.startswith("nemotron"):
+        writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(1 if latent and not old else config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.model_type not in recurrent.ARCHITECTURES:
+        writer.add_head_count_kv(1 if latent and not old else config.num_key_value_heads)
+    eps = (getattr(config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
+    writer.add_layer_norm_rms_eps(next(filter(None, eps)))
     if getattr(config, "head_dim", None) and not latent:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

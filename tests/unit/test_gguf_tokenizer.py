@@ -65,6 +65,8 @@ def test_the_tokenizer_needs_no_torch(tokenizer, tmp_path):
         ("tekken", ["It", "'s", "Ġ", "2", "0", "2", "4", "ĠHello", "World"]),
         ("gpt-4o", ["It's", "Ġ", "202", "4", "ĠHello", "World"]),
         ("glm4", ["It", "'s", "Ġ", "202", "4", "ĠHelloWorld"]),
+        ("lfm2", ["It", "'s", "Ġ", "202", "4", "ĠHelloWorld"]),
+        ("qwen35", ["It", "'s", "Ġ", "2", "0", "2", "4", "ĠHelloWorld"]),
         ("deepseek-v3", ["It", "'s", "Ġ", "202", "4", "ĠHelloWorld"]),
         ("deepseek-llm", ["It", "'", "s", "Ġ", "2", "0", "2", "4", "ĠHelloWorld"]),
         ("deepseek-coder", ["It", "'", "s", "Ġ", "2", "0", "2", "4", "ĠHelloWorld"]),
@@ -74,6 +76,14 @@ def test_words_are_those_of_the_pre_tokenizer(pre, words, tokenizer, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", save_checkpoint("qwen3", tmp_path / "p"), "F32", tokenizer, pre)
     backend = read_tokenizer(GgufFile(path)).backend_tokenizer
     assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("It's 2024 HelloWorld")] == words
+
+
+def test_marks_belong_to_letters_in_qwen35(tokenizer, tmp_path):
+    model = save_checkpoint("qwen3", tmp_path / "p")
+    for pre, count in (("qwen2", 3), ("qwen35", 1)):
+        path = write_gguf(tmp_path / f"{pre}.gguf", model, "F32", tokenizer, pre)
+        backend = read_tokenizer(GgufFile(path)).backend_tokenizer
+        assert len(backend.pre_tokenizer.pre_tokenize_str(" नमस्ते")) == count
 
 
 def test_letters_of_deepseeks_first_models(tokenizer, tmp_path):

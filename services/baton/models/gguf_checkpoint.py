@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,15 @@ import torch
 
 from baton.gguf_file import PIECE, GgufFile, opened
 from baton.layers.quantization.gguf import BLOCKS, decode
-from baton.layers.quantization.quantized_tensor import NONE_KEPT, Kept, Parts
+from baton.layers.quantization.quantized_tensor import NONE_KEPT, Kept, Parts, QuantizedTensor
 from baton.layers.quantization.weight_method import WeightMethod
 from baton.layers.tensor_parallel import NO_CUTS, Cuts
 from baton.model_path import CheckpointError
-from baton.models.gguf_families import LAYER, OTHERS, common, family_of, layers
+from baton.models.gguf_families import family_of
+from baton.models.gguf_family import LAYER, OTHERS, FloatArray, IntArray, common, largest, layers
 
 _CONFIGURATION = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors that are read as part of the configuration."""
-
-FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def read_hf_config(file: GgufFile) -> Any:
@@ -43,21 +42,47 @@ def read_hf_config(file: GgufFile) -> Any:
 
 
 class _Rows:
-    """Where a tensor of a Hugging Face checkpoint comes from: a tensor of the file, or one expert's part."""
+    """Where a tensor of a Hugging Face checkpoint comes from: a tensor of the file, or a part of it."""
 
     def __init__(
-        self, file: GgufFile, name: str, expert: int | None = None, heads: int | None = None, add: float = 0.0
+        self,
+        file: GgufFile,
+        name: str,
+        expert: int | None = None,
+        rows: IntArray | None = None,
+        columns: IntArray | None = None,
+        shape: tuple[int, ...] | None = None,
+        value: Callable[[FloatArray], FloatArray] | None = None,
     ) -> None:
-        """`heads`: the rows of each are interleaved; `add`: to each value."""
-        self._file, self._name, self._expert, self._add = file, name, expert, add
-        self.shape = file.shape(name)[0 if expert is None else 1 :]
-        self._order = None if heads is None else _halves(self.shape[0], heads)
-        self.kind = None if add or len(self.shape) != 2 else file.kind(name)
+        """`expert`: of those in the tensor; otherwise see `Change`."""
+        self._file, self._name, self._expert, self._order = file, name, expert, rows
+        self._columns, self._value = columns, value
+        stored = file.shape(name)[0 if expert is None else 1 :]
+        stored = stored if rows is None else (len(rows), *stored[1:])
+        self.shape = shape or stored
+        self._reshaped = self.shape != stored
+        kind = file.kind(name)
+        as_it_is = len(stored) == 2 and value is None and not self._reshaped
+        self.kind = kind if as_it_is and (columns is None or _in_groups(columns, kind)) else None
         """The type of its blocks, where they can be read as they are."""
 
     def read(self, rows: slice) -> FloatArray:
-        piece = self._file.unpack(self._name, self._index(rows))
-        return piece + np.float32(self._add) if self._add else piece
+        if self._reshaped:  # these are small
+            piece = self._file.unpack(self._name, self._index(slice(None))).reshape(self.shape)[rows]
+        else:
+            piece = self._file.unpack(self._name, self._index(rows))
+        piece = piece if self._columns is None else piece[:, self._columns]
+        return piece if self._value is None else self._value(piece)
+
+    def quantized(self) -> QuantizedTensor:
+        """[rows, columns], of a type in BLOCKS."""
+        assert self.kind is not None
+        tensor = decode(self.kind, torch.from_numpy(np.require(self.blocks(), requirements=("C", "W"))))
+        if self._columns is None:
+            return tensor
+        groups = self._columns[:: tensor.group] // tensor.group
+        scale, zero = tensor.scale[:, groups], None if tensor.zero is None else tensor.zero[:, groups]
+        return QuantizedTensor(tensor.codes[:, self._columns], scale, tensor.group, zero)
 
     def blocks(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """[rows, bytes]"""
@@ -66,6 +91,39 @@ class _Rows:
     def _index(self, rows: slice) -> Any:
         index: Any = rows if self._order is None else self._order[rows]
         return index if self._expert is None else (self._expert, index)
+
+
+def _in_groups(columns: IntArray, kind: str) -> bool:
+    """Whether columns of a group, which have a scale, stay one."""
+    if kind not in BLOCKS or len(columns) % (size := BLOCKS[kind].group):
+        return False
+    first = columns[::size]
+    return not (first % size).any() and bool(
+        (columns.reshape(-1, size) - first[:, None] == np.arange(size)).all()
+    )
+
+
+class _Below(_Rows):
+    """The rows of one tensor, and below them those of another."""
+
+    def __init__(self, file: GgufFile, names: Sequence[str]) -> None:
+        super().__init__(file, names[0])
+        self._parts = [_Rows(file, name) for name in names]
+        kinds = {part.kind for part in self._parts}
+        self.kind = kinds.pop() if len(kinds) == 1 else None
+        self.shape = (sum(part.shape[0] for part in self._parts), *self.shape[1:])
+
+    def read(self, rows: slice) -> FloatArray:
+        first, pieces = 0, []
+        for part in self._parts:
+            own = slice(max(0, rows.start - first), min(part.shape[0], rows.stop - first))
+            if own.start < own.stop:
+                pieces.append(part.read(own))
+            first += part.shape[0]
+        return np.concatenate(pieces)
+
+    def blocks(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.concatenate([part.blocks() for part in self._parts])
 
 
 class _Half(_Rows):
@@ -94,7 +152,7 @@ class _LatentUp(_Rows):
         return merged[rows]
 
 
-def _halves(count: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _halves(count: int, heads: int) -> IntArray:
     """Where the rows of a Hugging Face checkpoint's tensor are in one whose heads' rows are interleaved.
 
     Rotation pairs each dimension with the one half a head away in Hugging Face checkpoints, and with the
@@ -103,28 +161,41 @@ def _halves(count: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.arange(count).reshape(heads, count // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
+def _minus_one(piece: FloatArray) -> FloatArray:
+    return piece - np.float32(1)
+
+
 def _sources(file: GgufFile) -> dict[str, _Rows]:
     """By the names of Hugging Face checkpoints; an unknown tensor keeps its name."""
     family, count = family_of(file), layers(file)
-    heads = file.value("*.attention.head_count", int)
-    of_heads = {"attn_q": heads, "attn_k": file.value("*.attention.head_count_kv", int, heads)}
-    names = {**LAYER, **family.names}
+    heads = largest(file, "attention.head_count")
+    of_heads = {"attn_q": heads, "attn_k": largest(file, "attention.head_count_kv", heads)}
+    names, others, changes = {**LAYER, **family.names}, {**OTHERS, **family.others}, family.changes(file)
+    below = {name: pair for pair in family.merged for name in pair[:2]}
     projections = dict(zip(("gate", "up", "down"), family.experts[1:], strict=True))
     found: dict[str, _Rows] = {}
     for name in file.tensors:
         if name in _CONFIGURATION:
             continue
-        one = -1.0 if family.norms_plus_one and name.endswith("norm.weight") else 0.0
-        if not (match := re.fullmatch(r"blk\.(\d+)\.(.+)\.(weight|bias)", name)):
+        value = _minus_one if family.norms_plus_one and name.endswith("norm.weight") else None
+        if not (match := re.fullmatch(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?", name)):
             part, _, kind = name.rpartition(".")
-            found[f"{OTHERS[part]}.{kind}" if part in OTHERS else name] = _Rows(file, name, add=one)
+            found[f"{others[part]}.{kind}" if part in others else name] = _Rows(file, name, value=value)
             continue
         layer, part, kind = match.groups()
         if int(layer) >= count:
             continue  # it predicts further tokens
-        prefix = f"model.layers.{layer}."
+        prefix, own = f"{family.prefix}.{layer}.", name.split(".", 2)[2]
         experts = f"{prefix}{family.experts[0]}."
-        if part in ("attn_k_b", "attn_v_b") and family.model_type == "deepseek_v2":
+        if own in changes:
+            for change in changes[own]:
+                found[prefix + change.name] = _Rows(
+                    file, name, None, change.rows, change.columns, change.shape, change.value
+                )
+        elif own in below and all(f"blk.{layer}.{each}" in file.tensors for each in below[own][:2]):
+            *pair, merged = below[own]
+            found[prefix + merged] = _Below(file, [f"blk.{layer}.{each}" for each in pair])
+        elif part in ("attn_k_b", "attn_v_b") and family.model_type == "deepseek_v2":
             keys, values = (f"blk.{layer}.{each}.weight" for each in ("attn_k_b", "attn_v_b"))
             if f"blk.{layer}.attn_kv_b.weight" not in file.tensors:
                 if not {keys, values} <= file.tensors.keys():
@@ -141,9 +212,11 @@ def _sources(file: GgufFile) -> dict[str, _Rows]:
         elif match := re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", part):  # files before April 2024
             found[f"{experts}{match[2]}.{projections[match[1]]}.{kind}"] = _Rows(file, name)
         else:
-            known = names.get(f"{part}.{kind}") or (f"{names[part]}.{kind}" if part in names else None)
-            interleaved = of_heads.get(part) if family.interleaved else None
-            found[prefix + known if known else name] = _Rows(file, name, heads=interleaved, add=one)
+            known = names.get(own) or (f"{names[part]}.{kind}" if part in names else None)
+            rows = None
+            if family.interleaved and part in of_heads:
+                rows = _halves(file.shape(name)[0], of_heads[part])
+            found[prefix + known if known else name] = _Rows(file, name, rows=rows, value=value)
     return found
 
 
@@ -174,8 +247,7 @@ class GgufTensors:
             source = self._sources[name]
             method = quantized.get(name)
             if source.kind and method is not None and kept.get(name) == (method.bits, method.group):
-                blocks = torch.from_numpy(np.require(source.blocks(), requirements=("C", "W")))
-                yield name, 0, decode(source.kind, blocks)
+                yield name, 0, source.quantized()
                 continue
             count, *inner = source.shape
             step = count if name in whole else max(1, PIECE // math.prod(inner))

@@ -6,50 +6,22 @@ read. An entry of FAMILIES is all that Baton knows of an architecture's files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from baton.gguf_file import GgufFile
 from baton.model_path import CheckpointError
+from baton.models.gguf_family import (
+    SIGMOID,
+    SOFTMAX,
+    GgufFamily,
+    common,
+    gating,
+    layers,
+    plain,
+    shared_experts,
+)
+from baton.models.gguf_recurrent import RECURRENT
 from baton.models.gguf_rope import rope_parameters
-
-SOFTMAX, SIGMOID = 1, 2
-"""Values of expert_gating_func."""
-
-
-@dataclass(frozen=True, slots=True)
-class GgufFamily:
-    model_type: str
-    """In transformers."""
-    options: Callable[[GgufFile], dict[str, Any]]
-    """What the configuration has beyond `common`, or has otherwise."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer beyond those of LAYER: name -> name in Hugging Face checkpoints."""
-    experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
-    """Where experts are in Hugging Face checkpoints, and what their projections are called."""
-    interleaved: bool = False
-    """Rotation pairs neighbours in the file, and values half a head apart in Hugging Face checkpoints."""
-    norms_plus_one: bool = False
-    """Norms are written as the model multiplies by them, and Hugging Face checkpoints have one less."""
-    known: frozenset[str] = frozenset()
-    """Keys of _REFUSED that this family reads."""
-
-
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 _REFUSED = (
     *("attention.scale", "attention.sliding_window", "attention.temperature_scale"),
@@ -78,56 +50,10 @@ def family_of(file: GgufFile) -> GgufFamily:
     return family
 
 
-def layers(file: GgufFile) -> int:
-    """Without those at the end that predict further tokens, for speculation."""
-    return int(file.value("*.block_count", int) - file.value("*.nextn_predict_layers", int, 0))
-
-
-def common(file: GgufFile) -> dict[str, Any]:
-    """What the configurations of all architectures have."""
-    embedding = file.tensors["token_embd.weight"].tensor_type.name
-    heads = file.value("*.attention.head_count", int)
-    return {
-        "vocab_size": file.shape("token_embd.weight")[0],
-        "hidden_size": file.value("*.embedding_length", int),
-        "num_hidden_layers": layers(file),
-        "num_attention_heads": heads,
-        "num_key_value_heads": file.value("*.attention.head_count_kv", int, heads),
-        "max_position_embeddings": file.value("*.context_length", int),
-        "rms_norm_eps": file.value("*.attention.layer_norm_rms_epsilon", float),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "dtype": {"F32": "float32", "F16": "float16"}.get(embedding, "bfloat16"),
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    }
-
-
-def _plain(file: GgufFile, **rope: Any) -> dict[str, Any]:
-    """Attention with keys and values, and a feed-forward layer without experts."""
-    heads, hidden = file.value("*.attention.head_count", int), file.value("*.embedding_length", int)
-    head_dim = file.value("*.attention.key_length", int, hidden // max(1, heads))
-    if file.value("*.attention.value_length", int, head_dim) != head_dim:
-        raise CheckpointError(f"{file.path}: values of another size than keys are not supported")
-    return {
-        "head_dim": head_dim,
-        "intermediate_size": file.value("*.feed_forward_length", int, 0),
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        "rope_parameters": rope_parameters(file, head_dim, **rope),
-    }
-
-
-def _gating(file: GgufFile, *allowed: int) -> int:
-    """How scores of experts are made; the first one if the file does not say it."""
-    found = int(file.value("*.expert_gating_func", int, 0) or allowed[0])
-    if found not in allowed:
-        raise CheckpointError(f"{file.path}: expert_gating_func {found} is not supported")
-    return found
-
-
 def _mixtral(file: GgufFile) -> dict[str, Any]:
-    _gating(file, SOFTMAX)
+    gating(file, SOFTMAX)
     return {
-        **_plain(file),
+        **plain(file),
         "num_local_experts": file.value("*.expert_count", int),
         "num_experts_per_tok": file.value("*.expert_used_count", int),
         "sliding_window": None,
@@ -135,9 +61,9 @@ def _mixtral(file: GgufFile) -> dict[str, Any]:
 
 
 def _qwen3_moe(file: GgufFile) -> dict[str, Any]:
-    _gating(file, SOFTMAX)
+    gating(file, SOFTMAX)
     return {
-        **_plain(file),
+        **plain(file),
         "num_experts": file.value("*.expert_count", int),
         "num_experts_per_tok": file.value("*.expert_used_count", int),
         "moe_intermediate_size": file.value("*.expert_feed_forward_length", int),
@@ -148,7 +74,7 @@ def _qwen3_moe(file: GgufFile) -> dict[str, Any]:
 
 
 def _phi3(file: GgufFile) -> dict[str, Any]:
-    options = _plain(file)
+    options = plain(file)
     original = options["rope_parameters"].get("original_max_position_embeddings")
     return {
         **options,
@@ -172,7 +98,7 @@ _GEMMA_27B = 62
 
 
 def _gemma3(file: GgufFile) -> dict[str, Any]:
-    options, base = _plain(file), common(file)
+    options, base = plain(file), common(file)
     window = file.value("*.attention.sliding_window", int, 0)
     wide = base["num_hidden_layers"] == _GEMMA_27B
     local = {"rope_type": "default", "rope_theta": file.value("*.rope.freq_base_swa", float, 10000.0)}
@@ -191,7 +117,7 @@ def _gemma3(file: GgufFile) -> dict[str, Any]:
 def _gpt_oss(file: GgufFile) -> dict[str, Any]:
     return {
         # The range of YaRN is not rounded to whole dimensions; the file does not say so.
-        **_plain(file, truncate=False),
+        **plain(file, truncate=False),
         "intermediate_size": file.value("*.expert_feed_forward_length", int),
         "num_local_experts": file.value("*.expert_count", int),
         "num_experts_per_tok": file.value("*.expert_used_count", int),
@@ -201,33 +127,11 @@ def _gpt_oss(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _shared_experts(file: GgufFile) -> dict[str, Any]:
-    """Experts beside a shared one, in groups: GLM-4.5 and DeepSeek."""
-    count = file.value("*.expert_count", int)
-    groups, used = _GROUPS.get(count, (1, 1))
-    return {
-        "n_routed_experts": count,
-        "num_experts_per_tok": file.value("*.expert_used_count", int),
-        "n_shared_experts": file.value("*.expert_shared_count", int),
-        "moe_intermediate_size": file.value("*.expert_feed_forward_length", int),
-        "first_k_dense_replace": file.value("*.leading_dense_block_count", int, 0),
-        "routed_scaling_factor": file.value("*.expert_weights_scale", float, 1.0) or 1.0,
-        "norm_topk_prob": file.value("*.expert_weights_norm", bool, False),
-        "n_group": file.value("*.expert_group_count", int, groups) or 1,
-        "topk_group": file.value("*.expert_group_used_count", int, used) or 1,
-    }
-
-
-_GROUPS = {256: (8, 4), 160: (8, 3)}
-"""By the number of experts, of DeepSeek-V3 and V2: groups, and how many of them a token uses. Older files do
-not have them."""
-
-
 def _glm4_moe(file: GgufFile) -> dict[str, Any]:
-    _gating(file, SIGMOID)
+    gating(file, SIGMOID)
     return {
-        **_plain(file),
-        **_shared_experts(file),
+        **plain(file),
+        **shared_experts(file),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
 
@@ -237,8 +141,8 @@ def _deepseek2(file: GgufFile) -> dict[str, Any]:
     rotated = file.value("*.rope.dimension_count", int)
     key = file.value("*.attention.key_length_mla", int, file.value("*.attention.key_length", int))
     value = file.value("*.attention.value_length_mla", int, file.value("*.attention.value_length", int))
-    options = _shared_experts(file)
-    if _gating(file, SOFTMAX, SIGMOID) == SOFTMAX:
+    options = shared_experts(file)
+    if gating(file, SOFTMAX, SIGMOID) == SOFTMAX:
         if options["norm_topk_prob"]:
             raise CheckpointError(f"{file.path}: expert_weights_norm with softmax is not supported")
         options["topk_method"] = "group_limited_greedy" if options["n_group"] > 1 else "greedy"
@@ -294,9 +198,9 @@ _LATENT = {
     **_SHARED,
 }
 FAMILIES = {
-    "llama": GgufFamily("llama", _plain, interleaved=True),
-    "qwen2": GgufFamily("qwen2", _plain),
-    "qwen3": GgufFamily("qwen3", _plain),
+    "llama": GgufFamily("llama", plain, interleaved=True),
+    "qwen2": GgufFamily("qwen2", plain),
+    "qwen3": GgufFamily("qwen3", plain),
     "qwen3moe": GgufFamily("qwen3_moe", _qwen3_moe, {"ffn_gate_inp": "mlp.gate"}, known=_EXPERTS),
     "phi3": GgufFamily(
         "phi3", _phi3, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, known=_WINDOW
@@ -315,6 +219,7 @@ FAMILIES = {
         {"post_attention_norm": "post_attention_layernorm", **_SHARED},
         known=_EXPERTS | _DENSE,
     ),
+    **RECURRENT,
     "deepseek2": GgufFamily("deepseek_v2", _deepseek2, _LATENT, known=_EXPERTS | _DENSE),
 }
 """general.architecture -> family. Mistral's models are "llama" too, and Mixtral's."""

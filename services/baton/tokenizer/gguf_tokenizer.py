@@ -31,6 +31,8 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+"""A mark belongs to its letter."""
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -63,8 +65,9 @@ _DEFAULT = (
 )
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), (_LLAMA3,)),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe", "lfm2", "falcon-h1", "pixtral"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
     "deepseek-v3": _DEEPSEEK3,
     "deepseek-llm": _DEEPSEEK,
@@ -76,7 +79,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 _GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "jais")
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 """As GPT-2's, and every digit by itself."""
-_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral", "tekken")
 """A text begins with the token for its beginning unless the file says otherwise."""
 _WHOLE_WORDS = (*_BEGIN, "gpt-4o", "llama4")
 """A word that is a token becomes it, whatever the merges say."""
@@ -149,7 +152,7 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, 
             f"{file.path}: pre-tokenizer {pre!r} is not supported; "
             f"supported are {', '.join(filter(None, sorted((*_SPLITS, *_GPT2, *_DIGITS))))}"
         )
-    if _SPLITS.get(pre) == (_QWEN2,):
+    if _SPLITS.get(pre) in ((_QWEN2,), (_QWEN35,)):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pre in _BEGIN
