@@ -23,6 +23,7 @@ from baton.sim.model import SimPool, reference
 from baton.sim.network import Network
 from baton.sim.run import run_many, run_scenario, run_seed
 from baton.sim.scenario import CALM_SECONDS, make_scenario
+from baton.sim.scenario_tiers import REPEATED
 from baton.sim.shrink import shrink
 from baton.sim.transport import LATEST_FIRST_LOOK_SECONDS
 from baton.sim.world import Actor, Violation, World
@@ -49,6 +50,9 @@ def test_no_seed_breaks_a_rule():
         "streams went on at another decode node"
     )
     assert sum(outcome.pulled_pages for outcome in outcomes) > 20 * len(seeds)
+    repeated = [outcome for outcome in outcomes if _repeats(make_scenario(outcome.seed))]
+    assert len(repeated) > 0.1 * len(seeds)
+    assert sum(outcome.disk_pages > 0 for outcome in repeated) > 0.7 * len(repeated)
 
 
 def test_figures_that_are_wrong_break_no_rule(monkeypatch):
@@ -94,6 +98,10 @@ def test_no_innocent_request_fails_by_300_random_kills():
         assert "INTERNAL" not in outcome.requests
         resumed += outcome.resumed
     assert resumed > 30, resumed
+
+
+def _repeats(scenario):
+    return any(machine.disk == REPEATED for _, machine in (*scenario.prefill, *scenario.decode))
 
 
 def _ends(outcomes):

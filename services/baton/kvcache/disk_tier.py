@@ -72,9 +72,9 @@ class FileJob:
         key = self.key[: (each.row + 1) * self.stride]
         return header(self.fingerprint, self.namespace, key, each.group, self.page_bytes)
 
-    def fault(self, each: FilePage, found: bytes | bytearray, page: memoryview) -> str:
+    def fault(self, each: FilePage, found: bytes | bytearray, page: memoryview, size: int) -> str:
         """What is wrong with a page's file: see page_file.fault."""
-        return fault(self.header(each), found, page)
+        return fault(self.header(each), found, page, size)
 
 
 class PageFiles(Protocol):

@@ -50,9 +50,11 @@ def sealed(head: bytes, page: memoryview) -> bytes:
     return head + _CRC.pack(zlib.crc32(page, zlib.crc32(head)))
 
 
-def fault(head: bytes, found: bytes | bytearray, page: memoryview) -> str:
-    """What is wrong with a file of the right size, that begins with `found` and goes on with `page`; empty:
+def fault(head: bytes, found: bytes | bytearray, page: memoryview, size: int) -> str:
+    """What is wrong with a file of `size` bytes that begins with `found` and goes on with `page`; empty:
     nothing. "other": it holds something else than `head` says; "damaged": its bytes have changed."""
+    if size != len(head) + CRC_BYTES + len(page):
+        return "damaged"
     if found[: len(head)] != head:
         return "other"
     crc = zlib.crc32(page, zlib.crc32(head))

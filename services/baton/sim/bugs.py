@@ -21,6 +21,7 @@ from baton.kvcache import BlockTable, KvCacheManager, PageAllocator
 from baton.kvcache.tree_node import PageRow
 from baton.kvcache.window_pages import WindowPages
 from baton.layers.cache_spec import CacheSpec
+from baton.sim import disk_bugs as disk_bugs
 from baton.sim import draft_bugs as draft_bugs
 from baton.sim import gateway_bugs as gateway_bugs
 from baton.sim import host_tier_bugs as host_tier_bugs

@@ -86,6 +86,10 @@ class SimCluster:
         workers = (process for process in self.processes.values() if isinstance(process, Worker))
         return sum(worker.core.sharing.borrower.counters.pulled_pages for worker in workers)
 
+    @property
+    def disk_pages(self) -> int:
+        return sum(disk.read_pages for disk in self.network.disks.values())
+
     def _at_rest(self) -> bool:
         return self.world.now > self.scenario.calm and self.ledger.complete and not self._busy()
 

@@ -16,14 +16,14 @@ from baton.sim.planting import Wrong, bug
     100,
     HostTier,
     "_unchanged",
-    seed=288,
+    seed=77,
 )
 def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
     return len(copy.sources) if copy.up else int(unchanged(tier, copy))
 
 
 @bug(
-    "demoted-unchecked", "generations are not compared after a demotion", 100, HostTier, "_unchanged", seed=45
+    "demoted-unchecked", "generations are not compared after a demotion", 100, HostTier, "_unchanged", seed=1
 )
 def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
     return int(unchanged(tier, copy)) if copy.up else len(copy.sources)

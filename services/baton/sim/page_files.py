@@ -10,7 +10,7 @@ from baton.kvcache.disk_tier import DiskTier, FileJob, FilePage
 from baton.kvcache.host_tier import HostTier
 from baton.kvcache.page_allocator import PageAllocator, PageState
 from baton.sim.model import SimPool
-from baton.sim.page_disk import SimDisk
+from baton.sim.page_disk import SimDisk, SimFile, Truth
 from baton.sim.world import Violation
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class SimFiles:
             return
         each = left.pop(0)
         page = memoryview(self._bytes(each.page))
-        faults.append(self._disk.put(each.name, page_file.sealed(job.header(each), page) + bytes(page)))
+        written = page_file.sealed(job.header(each), page) + bytes(page)
+        faults.append(self._disk.put(each.name, SimFile(written, self._truth(job, each))))
         self._later(lambda: self._write(job, left, faults))
 
     def read(self, job: FileJob) -> None:
@@ -62,16 +63,24 @@ class SimFiles:
             faults.append("gone")
         else:
             begin = len(job.header(each)) + page_file.CRC_BYTES
-            page = found[begin : begin + self._pool.page_bytes]
+            page = found.held[begin : begin + self._pool.page_bytes]
             if self._allocator.state(each.page) is not PageState.OWNED:
                 raise Violation(f"writer: a read of {self._worker.who} writes page {each.page}")
             self._pool.write(each.page, 0, page)
-            whole = len(found) == begin + self._pool.page_bytes
             page_now = memoryview(self._bytes(each.page))
-            faults.append(job.fault(each, found[:begin], page_now) if whole else "damaged")
+            faults.append(job.fault(each, found.held[:begin], page_now, len(found.held)))
+            if not faults[-1]:
+                self._disk.read_pages += 1
+                if found.truth != self._truth(job, each):
+                    raise Violation(f"files: {self._worker.who} takes {each.name} for what it is not")
         if faults[-1]:
             self._disk.files.pop(each.name, None)
         self._later(lambda: self._read(job, left, faults))
+
+    def _truth(self, job: FileJob, each: FilePage) -> Truth:
+        """What the host tier's page is now."""
+        key = job.key[: (each.row + 1) * job.stride]
+        return job.fingerprint, job.namespace, key, each.group, self._bytes(each.page)
 
     def _bytes(self, page: int) -> bytes:
         return bytes(self._pool.read(page, 0, self._pool.page_bytes))
@@ -79,7 +88,7 @@ class SimFiles:
     def remove(self, namespace: str, first: bytes) -> None:
         def now() -> None:
             for name, found in list(self._disk.files.items()):
-                if page_file.begins_with(found, namespace, first):
+                if page_file.begins_with(found.held, namespace, first):
                     del self._disk.files[name]
             self._worker.steps.call(lambda core, at: self.tier.removed(namespace, first))
 

@@ -38,6 +38,8 @@ class Outcome:
     """Pages of prompts computed at prefill nodes, by the decode nodes that are there at the end."""
     borrowed_pages: int = 0
     """Pages out of other workers' prefix trees, by the workers that are there at the end."""
+    disk_pages: int = 0
+    """Pages that have been read from disks."""
     rule: str = ""
     """The rule that was broken, in a word or two; empty: none."""
     failure: str = ""
@@ -84,6 +86,7 @@ def run_scenario(scenario: Scenario, max_steps: int | None = None, trace: Trace 
         ledger.resumed,
         cluster.pulled_pages,
         cluster.borrowed_pages,
+        cluster.disk_pages,
         rule,
         failure,
     )

@@ -18,9 +18,18 @@ from baton.sim.scenario_requests import (
     poisoned,
     with_options,
 )
+from baton.sim.scenario_tiers import (
+    PAGE_SIZE,
+    Decode,
+    Prefill,
+    crowded,
+    draw_repeated,
+    draw_tiers,
+    next_turns,
+    with_disk,
+)
 from baton.sim.transport import SLOWEST_PACE
 
-PAGE_SIZE = 4
 CALM_SECONDS = 12.0
 """After the last fault: time for every stream to be given up and opened again."""
 PULL_SECONDS = 5.0
@@ -50,8 +59,8 @@ class Scenario:
     latency: float
     gateways: int
     gateway: GatewaySettings
-    prefill: tuple[tuple[PrefillConfig, Machine], ...]
-    decode: tuple[tuple[DecodeConfig, Machine], ...]
+    prefill: Prefill
+    decode: Decode
     requests: tuple[RequestSpec, ...]
     faults: tuple[Fault, ...]
 
@@ -88,19 +97,26 @@ def make_scenario(seed: int) -> Scenario:
     decode = tuple((config, replace(machine, windows=windows)) for config, machine in decode)
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
     decode = _with_drafts(random.Random(f"drafts {seed}"), decode)
-    prefill, decode = _tiers(random.Random(f"slabs {seed}"), prefill, decode)
+    prefill, decode = draw_tiers(random.Random(f"slabs {seed}"), prefill, decode)
     disks = random.Random(f"disks {seed}")
-    prefill = tuple((config, _with_disk(disks, machine)) for config, machine in prefill)
-    decode = tuple((config, _with_disk(disks, machine)) for config, machine in decode)
+    prefill = tuple((config, with_disk(disks, machine)) for config, machine in prefill)
+    decode = tuple((config, with_disk(disks, machine)) for config, machine in decode)
+    again = random.Random(f"again {seed}")
+    repeated = any(machine.disk for _, machine in (*prefill, *decode)) and again.random() < 0.6
+    if repeated:
+        prefill, decode = crowded(again, prefill, decode)
     expiries: list[Fault] = []
     if tight:
         prefill, decode, expiries = _expiries(random.Random(f"expiry {seed}"), prefill, decode)
     gateways = rng.choice((1, 1, 2))
     room = min(config.kv_tokens for config, _ in decode)
-    requests = draw_requests(rng, gateways, room, tight, windows)
+    if repeated:
+        requests = draw_repeated(again, gateways, room)
+    else:
+        requests = draw_requests(rng, gateways, room, tight, windows)
     requests = tuple(with_options(random.Random(f"options {seed} {r.number}"), r) for r in requests)
-    if any(machine.tier_rows for _, machine in (*prefill, *decode)):
-        requests += _next_turns(random.Random(f"turns {seed}"), requests, room, windows)
+    if not repeated and any(machine.tier_rows for _, machine in (*prefill, *decode)):
+        requests += next_turns(random.Random(f"turns {seed}"), requests, room, windows)
     names = (
         [f"p{i}" for i in range(len(prefill))],
         [f"d{i}" for i in range(len(decode))],
@@ -129,9 +145,7 @@ def make_scenario(seed: int) -> Scenario:
     return replace(scenario, requests=rested)
 
 
-def _with_drafts(
-    rng: random.Random, decode: tuple[tuple[DecodeConfig, Machine], ...]
-) -> tuple[tuple[DecodeConfig, Machine], ...]:
+def _with_drafts(rng: random.Random, decode: Decode) -> Decode:
     """Every second node has none."""
     return tuple(
         (
@@ -213,64 +227,13 @@ def _decode(rng: random.Random, tight: bool, ahead: bool) -> tuple[DecodeConfig,
     return config, Machine(_step_seconds(rng), pace, sees_steps=ahead)
 
 
-Workers = tuple[
-    tuple[tuple[PrefillConfig, Machine], ...], tuple[tuple[DecodeConfig, Machine], ...], list[Fault]
-]
-
-
-def _tiers(
-    rng: random.Random,
-    prefill: tuple[tuple[PrefillConfig, Machine], ...],
-    decode: tuple[tuple[DecodeConfig, Machine], ...],
-) -> tuple[tuple[tuple[PrefillConfig, Machine], ...], tuple[tuple[DecodeConfig, Machine], ...]]:
-    """Every third deployment has nodes with a host tier, often one smaller than the pool, and small pools."""
-    if rng.random() < 0.65:
-        return prefill, decode
-    pace = rng.choice((0.0002, 0.002, 0.02, 0.1, 0.1))
-
-    def tiered(machine: Machine) -> Machine:
-        rows = rng.choice((0, rng.randrange(4, 10), rng.randrange(4, 10), rng.randrange(10, 60)))
-        return replace(machine, tier_rows=rows, tier_pace=pace)
-
-    pages = rng.randrange(8, 14)
-    small = (replace(config, kv_tokens=min(config.kv_tokens, pages * PAGE_SIZE)) for config, _ in prefill)
-    prefill = tuple((config, tiered(machine)) for config, (_, machine) in zip(small, prefill, strict=True))
-    return prefill, tuple((config, tiered(machine)) for config, machine in decode)
-
-
-def _with_disk(rng: random.Random, machine: Machine) -> Machine:
-    """Two of three nodes with a host tier have a disk, some the same one."""
-    disk = rng.choice(("", "shared", f"{rng.getrandbits(32):x}"))
-    return replace(machine, disk=disk) if machine.tier_rows else machine
-
-
-def _next_turns(
-    rng: random.Random, requests: tuple[RequestSpec, ...], room: int, windows: Windows
-) -> tuple[RequestSpec, ...]:
-    """The next turns of conversations, when others have had pages in between; a tier may have theirs."""
-    turns: list[RequestSpec] = []
-    after = requests[-1].at - requests[0].at + rng.choice((0.5, 2.0))
-    last = list(requests[: rng.randrange(4, 12)])
-    for _ in range(rng.choice((1, 2))):
-        for index, spec in enumerate(last):
-            more: tuple[int, ...] = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6)))
-            if rng.random() < 0.5:
-                more = (
-                    *reference(spec.prompt, spec.params.seed, spec.params.max_tokens, windows=windows),
-                    *more,
-                )
-            prompt = (*spec.prompt, *more)[: room - spec.params.max_tokens]
-            number = len(requests) + len(turns)
-            turn = replace(spec, number=number, at=spec.at + after, prompt=prompt, stop=(), cancel_after=None)
-            turns.append(turn)
-            last[index] = turn
-    return tuple(turns)
+Workers = tuple[Prefill, Decode, list[Fault]]
 
 
 def _ranks(
     rng: random.Random,
-    prefill: tuple[tuple[PrefillConfig, Machine], ...],
-    decode: tuple[tuple[DecodeConfig, Machine], ...],
+    prefill: Prefill,
+    decode: Decode,
 ) -> Workers:
     """Every third deployment has workers of several ranks, each its own number. Also their faults."""
     if rng.random() < 2 / 3:
@@ -300,12 +263,12 @@ def _ranks(
 
 def _sources(
     rng: random.Random,
-    prefill: tuple[tuple[PrefillConfig, Machine], ...],
-    decode: tuple[tuple[DecodeConfig, Machine], ...],
+    prefill: Prefill,
+    decode: Decode,
     gateway: GatewaySettings,
 ) -> tuple[
-    tuple[tuple[PrefillConfig, Machine], ...],
-    tuple[tuple[DecodeConfig, Machine], ...],
+    Prefill,
+    Decode,
     GatewaySettings,
     list[Fault],
 ]:
@@ -347,8 +310,8 @@ def _turns(
 
 def _expiries(
     rng: random.Random,
-    prefill: tuple[tuple[PrefillConfig, Machine], ...],
-    decode: tuple[tuple[DecodeConfig, Machine], ...],
+    prefill: Prefill,
+    decode: Decode,
 ) -> Workers:
     """Where pages are asked for, only the answer to the release says whether they are those that were
     announced. In three of four such scenarios leases run out while a copy stands still; their ends are told

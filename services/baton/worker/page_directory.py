@@ -151,7 +151,7 @@ class PageDirectory:
         except OSError as error:
             _log.warning("a page was not read", path=str(path), error=error.strerror)
             return "unreadable"
-        wrong = "damaged" if size != len(found) + len(page) else job.fault(each, found, page)
+        wrong = job.fault(each, found, page, size)
         if wrong:
             # Written anew when the page is given up the next time.
             self._known.pop(each.name, None)
