@@ -141,7 +141,7 @@ def test_hangs_that_overlap_end_before_the_calm():
 )
 def test_a_worker_ends_with_one_of_its_ranks(faults, ends):
     """And with a step that one of them has not computed; not with one that only lags."""
-    scenario = make_scenario(0)
+    scenario = make_scenario(6)
     decode = tuple(
         (config, replace(machine, ranks=4, heads=2, collective_seconds=1.0))
         for config, machine in scenario.decode
