@@ -105,6 +105,8 @@ async def test_a_node_with_a_disk_starts_again_with_what_it_had(pair):
     await until(lambda: all(peer.connected for peer in peers()), "the decode node reaches it")
     (after,) = await ask(gateway.address, [greedy(more, OUTPUT)])
     assert after.choices[0].token_ids == expected.choices[0].token_ids
+    usage = after.usage
+    assert usage.disk_tokens == usage.cached_tokens > 0 and usage.host_tokens == usage.peer_tokens == 0
     load = worker.load()
     assert load.disk_reads == 1 and set(load.disk_faults) == {"damaged"}
     await until(lambda: len(files()) >= 400 // 16, "what was torn is written again")

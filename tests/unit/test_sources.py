@@ -25,7 +25,7 @@ from baton.handoff.messages import (
     StartPull,
 )
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
-from baton.kvcache.host_tier import HostTier
+from baton.kvcache.host_tier import CachedTiers, HostTier
 from baton.step_cost import CostCalibration, StepCost
 from baton.worker.prefill.core import PrefillCore
 from baton.worker.sources.borrower import CONNECT_SECONDS, UNKNOWN_PULL_SECONDS
@@ -175,12 +175,14 @@ class Pair:
         self.release()
         return name
 
-    def finished(self, name: AttemptName, cached: int) -> None:
-        """The prompt's first token is right, and so many tokens were not computed."""
+    def finished(self, name: AttemptName, cached: int, tiers: CachedTiers | None = None) -> None:
+        """The prompt's first token is right, and so many tokens were not computed, those of `tiers` and
+        others."""
         self.near.turn()
         first = self.near.first[name]
         assert [token for token, _ in first.tokens] == reference(list(PROMPT), 5, 1)
         assert first.cached_tokens == cached
+        assert tiers is None or first.tiers == tiers
         self.far.now += LEND_SECONDS
         self.far.turn()
         assert self.near.idle and self.far.idle
@@ -205,7 +207,7 @@ def test_only_what_is_missing_is_pulled(pair: Pair):
     pair.near.compute(PROMPT[: 2 * SIZE + 1])
     name = pair.borrow()
     assert pair.near.borrower.counters.pulled_pages == 3
-    pair.finished(name, 5 * SIZE)
+    pair.finished(name, 5 * SIZE, CachedTiers(peers=3 * SIZE))
 
 
 def test_the_holder_lends_what_it_has_now_not_what_was_said(pair: Pair):
@@ -370,7 +372,7 @@ def test_what_the_own_tier_holds_is_not_borrowed():
     assert pair.ask() is None
     pair.near.turn()
     pair.near.copied()
-    pair.finished(name, 5 * SIZE)
+    pair.finished(name, 5 * SIZE, CachedTiers(host=5 * SIZE))
     assert pair.near.core.cache.tier.counters.promotions == 1
     assert not pair.near.borrower.counters.pulled_pages
 
@@ -388,7 +390,7 @@ def test_what_the_own_tier_lacks_is_borrowed_once_the_rest_is_promoted():
     pair.pulled(pull)
     pair.release()
     assert pair.near.borrower.counters.pulled_pages == 2
-    pair.finished(name, 5 * SIZE)
+    pair.finished(name, 5 * SIZE, CachedTiers(host=3 * SIZE, peers=2 * SIZE))
 
 
 def test_a_tier_that_is_slower_than_a_pull_is_left_alone():

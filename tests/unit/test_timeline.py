@@ -122,6 +122,26 @@ def test_pages_from_another_cache_are_a_phase_where_the_prompt_is_computed():
     assert ("pull", "decode", 0.6, 0.8) in phases(local)
 
 
+def test_pages_from_lower_tiers_are_phases_where_the_prompt_is_computed():
+    tiers = [(10.9, EventKind.READ, {"number": 32}), (11.0, EventKind.PROMOTED, {"number": 48})]
+    before = [row for row in PREFILL_EVENTS if row[0] < 10.9]
+    after = [(11.1, EventKind.ADMITTED, {}), *(row for row in PREFILL_EVENTS if row[0] > 11.1)]
+    others = [Recorded(DECODE, events(DECODE_EVENTS)), Recorded(PREFILL, events([*before, *tiers, *after]))]
+    found = timeline(events(GATEWAY_EVENTS), others, 20.0)
+    waited = [
+        (p.name, p.detail, round(p.start, 6), round(p.end, 6)) for p in found.phases if "tokens" in p.detail
+    ]
+    assert waited == [("read", "32 tokens", 0.9, 1.0), ("promote", "48 tokens", 1.0, 1.1)]
+    own = [
+        (10.5, EventKind.RECEIVED, {}),
+        (10.6, EventKind.PROMOTED, {"number": 16}),
+        (10.9, EventKind.ADMITTED, {}),
+        (11.0, EventKind.CHUNK_BEGUN, {"step": 1}),
+    ]
+    local = timeline(events(GATEWAY_EVENTS), [Recorded(DECODE, events(own))], 20.0)
+    assert ("promote", "decode", 0.6, 0.9) in phases(local)
+
+
 def test_while_it_runs_the_last_phase_lasts():
     found = timeline(events(GATEWAY_EVENTS[:4]), [Recorded(DECODE, events(DECODE_EVENTS[:2]))], now=11.0)
     assert (found.outcome, found.total, found.ttft) == ("", 1.0, None)

@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from baton.api.anthropic_protocol import CountRequest, MessagesRequest, count_start, messages_start
-from baton.api.draft_usage import draft_usage
 from baton.api.http_errors import anthropic_body
 from baton.api.http_requests import (
     BodyReader,
@@ -23,6 +22,7 @@ from baton.api.http_requests import (
 from baton.api.openai_answers import RequestBatch
 from baton.api.openai_errors import ApiError
 from baton.api.openai_fields import Json
+from baton.api.own_usage import own_usage
 from baton.api.typed_events import OF_TOOLS, TypedAnswer, naming_body, naming_fields, respond
 from baton.gateway.gateway import Gateway
 from baton.gateway.preparation import encode_chat
@@ -142,7 +142,7 @@ class MessagesAnswer(TypedAnswer):
         self._usage["cache_read_input_tokens"] = cached
         self._usage["output_tokens"] = finished.usage.output_tokens
         self._usage["output_tokens_details"] = {"thinking_tokens": finished.usage.reasoning_tokens}
-        self._usage |= draft_usage(finished.usage)
+        self._usage |= own_usage(finished.usage)
         delta = {key: self._message[key] for key in ("stop_reason", "stop_sequence")}
         return [{"type": "message_delta", "delta": delta, "usage": {**self._usage}}, {"type": "message_stop"}]
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from baton.api.openai_errors import of_prompt
 from baton.api.openai_fields import Json
 from baton.api.openai_protocol import CommonRequest
+from baton.api.own_usage import add_own, own_figures
 from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.request import GatewayRequest
@@ -202,7 +203,8 @@ class OpenAIAnswer(ABC):
         self._stop_token_ids = request.stop_token_ids or ()
         self._job = job
         self._output_tokens = self._cached_tokens = self._reasoning_tokens = self._resumed = 0
-        self._drafted_tokens = self._accepted_drafts = 0
+        self._own = inference_pb2.Usage()
+        """Of all prompts, what `own_figures` tells of."""
 
     def add(self, index: int, delta: inference_pb2.Delta) -> None:
         """Takes new output of choice `index`, for `whole`."""
@@ -230,8 +232,7 @@ class OpenAIAnswer(ABC):
             self._output_tokens += usage.output_tokens
         self._cached_tokens += usage.cached_tokens
         self._reasoning_tokens += usage.reasoning_tokens
-        self._drafted_tokens += usage.drafted_tokens
-        self._accepted_drafts += usage.accepted_drafts
+        add_own(self._own, usage)
 
     def opening(self) -> list[Json]:
         """Chunks that a stream begins with, before it is known whether there will be output."""
@@ -274,9 +275,7 @@ class OpenAIAnswer(ABC):
         return self._logprobs[index]
 
     def _usage(self) -> Json:
-        own = {"resumed": self._resumed}
-        if self._drafted_tokens:
-            own |= {"drafted_tokens": self._drafted_tokens, "accepted_drafts": self._accepted_drafts}
+        own = {"resumed": self._resumed, **own_figures(self._own)}
         return {
             "prompt_tokens": self._job.prompt_tokens,
             "completion_tokens": self._output_tokens,

@@ -1,4 +1,4 @@
-"""What an answer's usage tells of drafts."""
+"""What an answer's usage tells beside the fields that the APIs know: drafts, and where cached tokens were."""
 
 from __future__ import annotations
 
@@ -7,9 +7,30 @@ from typing import Any
 from baton.v1 import inference_pb2
 
 
-def draft_usage(usage: inference_pb2.Usage) -> dict[str, Any]:
-    """Fields beside those that the APIs know: `baton`, where there were drafts."""
-    if not usage.drafted_tokens:
-        return {}
-    drafts = {"drafted_tokens": usage.drafted_tokens, "accepted_drafts": usage.accepted_drafts}
-    return {"baton": drafts}
+def own_usage(usage: inference_pb2.Usage) -> dict[str, Any]:
+    """`baton`, where there were drafts or cached tokens that were not in the KV pool."""
+    own = own_figures(usage)
+    return {"baton": own} if own else {}
+
+
+def own_figures(usage: inference_pb2.Usage) -> dict[str, Any]:
+    """`cached_tokens` adds up to the APIs' field of this name."""
+    own: dict[str, Any] = {}
+    if usage.drafted_tokens:
+        own |= {"drafted_tokens": usage.drafted_tokens, "accepted_drafts": usage.accepted_drafts}
+    if usage.HasField("cached_tiers"):
+        tiers = usage.cached_tiers
+        each = {"host": tiers.host_tokens, "disk": tiers.disk_tokens, "peer": tiers.peer_tokens}
+        own["cached_tokens"] = {"gpu": max(0, usage.cached_tokens - sum(each.values())), **each}
+    return own
+
+
+def add_own(total: inference_pb2.Usage, usage: inference_pb2.Usage) -> None:
+    """Adds to `total` what `own_figures` tells of."""
+    total.cached_tokens += usage.cached_tokens
+    total.drafted_tokens += usage.drafted_tokens
+    total.accepted_drafts += usage.accepted_drafts
+    if usage.HasField("cached_tiers"):
+        total.cached_tiers.host_tokens += usage.cached_tiers.host_tokens
+        total.cached_tiers.disk_tokens += usage.cached_tiers.disk_tokens
+        total.cached_tiers.peer_tokens += usage.cached_tiers.peer_tokens

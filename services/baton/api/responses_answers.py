@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.api.draft_usage import draft_usage
 from baton.api.openai_errors import CONTEXT_CODE, ApiError, said
 from baton.api.openai_fields import DroppedTool, Json
+from baton.api.own_usage import own_usage
 from baton.api.responses_protocol import ResponsesRequest
 from baton.api.responses_tools import CustomTool, FunctionTool, Namespace, function_item
 from baton.api.typed_events import TypedAnswer
@@ -220,7 +220,7 @@ def usage_of(finished: inference_pb2.Finished) -> Json:
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
-        **draft_usage(usage),
+        **own_usage(usage),
     }
 
 

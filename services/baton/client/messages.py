@@ -178,6 +178,9 @@ class Collector:
                 usage.reasoning_tokens,
                 usage.drafted_tokens,
                 usage.accepted_drafts,
+                usage.cached_tiers.host_tokens,
+                usage.cached_tiers.disk_tokens,
+                usage.cached_tiers.peer_tokens,
             )
             self.completion.stats = _stats(event.finished)
         elif kind == "failed":

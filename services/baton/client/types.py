@@ -205,6 +205,12 @@ class Usage:
     """Guessed tokens that were verified (--draft)."""
     accepted_drafts: int = 0
     """Those of them that were right."""
+    host_tokens: int = 0
+    """Of the cached tokens, those that were in a node's host memory."""
+    disk_tokens: int = 0
+    """Those that were in files."""
+    peer_tokens: int = 0
+    """Those that were pulled from another node's cache; the others were in the node's KV pool."""
 
 
 @dataclass(frozen=True, slots=True)

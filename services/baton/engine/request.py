@@ -14,7 +14,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import CompiledGrammar
 from baton.kvcache import BlockTable
 from baton.kvcache.disk_tier import FileJob
-from baton.kvcache.host_tier import TierCopy
+from baton.kvcache.host_tier import IN_POOL, CachedTiers, TierCopy
 from baton.kvcache.page_keys import is_placeholder
 from baton.tracing.recorder import EventKind
 
@@ -98,6 +98,13 @@ class Sequence:
         """Whether pages of lower tiers are under way for it."""
         return any(each is not None and each.running for each in (self.promotion, self.disk_read))
 
+    def tiers(self, rows: int, page_size: int) -> CachedTiers:
+        """Where the first `rows` page indexes were, which it now finds in the prefix tree."""
+        promoted = min(rows, self.promotion.kept if self.promotion is not None else 0)
+        read = min(promoted, self.disk_read.read_rows if self.disk_read is not None else 0)
+        borrowed = min((rows - promoted) * page_size, self.request.borrowed)
+        return CachedTiers((promoted - read) * page_size, read * page_size, borrowed)
+
     @property
     def rank(self) -> tuple[int, int, int]:
         """Order of service: by priority, then by arrival. The last is retracted first."""
@@ -150,6 +157,10 @@ class EngineRequest:
     """Its PromptEvent has been emitted; there is one, however often the prompt is computed."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix tree; None until admission."""
+    tiers: CachedTiers = IN_POOL
+    """Of these, those that were not in the pool."""
+    borrowed: int = 0
+    """Prompt tokens whose pages came from other nodes before its admission."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     trace: str = ""
     """Trace context for the processes that are asked for a part of it; opaque here."""

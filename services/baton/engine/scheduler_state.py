@@ -152,9 +152,15 @@ class SchedulerState:
         if tier.disk is not None and leader.disk_read is None:
             leader.disk_read = tier.disk.read(leader.encoded, namespace, rows)
             if leader.disk_read is not None:
+                self._record_rows(leader, EventKind.READ, rows)
                 return True
         leader.promotion = tier.promote(leader.encoded, namespace, rows, room)
+        if leader.promotion is not None:
+            self._record_rows(leader, EventKind.PROMOTED, len(leader.promotion.sources))
         return leader.promotion is not None
+
+    def _record_rows(self, leader: Sequence, kind: EventKind, rows: int) -> None:
+        self.record(leader.request, kind, rows * self.cache.page_size, 0)
 
     def extend(self, sequence: Sequence, rows: int) -> bool:
         """Extends an admitted sequence's page tables to `rows` page indexes; returns False if there are not
@@ -255,6 +261,8 @@ class SchedulerState:
         leader.diverges = 0
         if self.cache.has_states and holding is not None and leader.encoded is not None:
             leader.diverges = self.cache.known_length(leader.encoded, leader.request.namespace)
+        if holding is not None and leader.request.cached_tokens is None:
+            leader.request.tiers = leader.tiers(len(holding), self.cache.page_size)
         leader.encoded = leader.match = leader.promotion = leader.disk_read = None
         leader.holding = holding
         if holding is not None:

@@ -20,6 +20,7 @@ def finished_event(
     stats.output_tokens = log.output_tokens
     if attempts.resumed or not stats.cached_tokens:
         stats.cached_tokens = log.cached_tokens
+        stats.ClearField("cached_tiers")
     usage = inference_pb2.Usage(
         prompt_tokens=stats.prompt_tokens,
         output_tokens=stats.output_tokens,
@@ -28,6 +29,7 @@ def finished_event(
         drafted_tokens=stats.drafted_tokens,
         accepted_drafts=stats.accepted_drafts,
         image_tokens=log.image_tokens,
+        cached_tiers=stats.cached_tiers if stats.HasField("cached_tiers") else None,
     )
     return inference_pb2.Finished(
         usage=usage,

@@ -12,6 +12,7 @@ from baton.engine.image_spans import ImageSpan
 from baton.engine.plan import Logprobs
 from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
+from baton.kvcache.host_tier import IN_POOL, CachedTiers
 
 if TYPE_CHECKING:
     import torch
@@ -204,6 +205,7 @@ class FirstSampled:
     prompt_logprobs: tuple[Logprobs, ...]
     hidden: torch.Tensor | None = None
     """[tokens, values]: as EngineRequest.hidden."""
+    tiers: CachedTiers = IN_POOL
 
 
 @dataclass(frozen=True, slots=True)

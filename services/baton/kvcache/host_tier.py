@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count as counter
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from baton.kvcache.block_table import BlockTable
 from baton.kvcache.eviction import Policy
@@ -59,9 +59,23 @@ class TierCopy:
     """Of the sources, before the copy."""
     running: bool = True
     """Whether a request waits for it."""
+    kept: int = 0
+    """Page indexes that have come."""
     spoiled: bool = False
     """What it copies is known to be damaged."""
     due: float = inf
+
+
+class CachedTiers(NamedTuple):
+    """Cached tokens of a prompt that were not in the pool."""
+
+    host: int = 0
+    disk: int = 0
+    peers: int = 0
+    """Other nodes."""
+
+
+IN_POOL = CachedTiers()
 
 
 @dataclass(slots=True)
@@ -244,6 +258,7 @@ class HostTier:
         kept = 0 if error is not None or copy.spoiled else self._unchanged(copy)
         if kept < len(copy.sources):
             self.counters.dropped += 1
+        copy.kept = kept
         if kept:
             rows = copy.begin + kept
             target.commit(copy.holding, copy.key[: rows * target.row_bytes], copy.namespace)

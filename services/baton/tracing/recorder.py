@@ -40,6 +40,8 @@ class EventKind(IntEnum):
     RESUMED = 17
     WRITTEN = 18
     ENDED = 19
+    READ = 20
+    PROMOTED = 21
 
 
 _RECEIVED, _ENDED = EventKind.RECEIVED.value, EventKind.ENDED.value

@@ -19,6 +19,8 @@ from baton.tracing.recorder import Event, EventKind
 SHORTEST_SECONDS = 50e-6
 """A shorter phase is counted to the one before it."""
 DEPTHS = {"gateway": 0, "tokenizer": 1, "decode": 1, "prefill": 2}
+_FROM_TIERS = {EventKind.READ: "read", EventKind.PROMOTED: "promote"}
+"""What the request waits for until it is admitted."""
 _UPWARDS = (EventKind.TOKENIZED, EventKind.FIRST_TOKEN, EventKind.TOKENS, EventKind.ENDED)
 """Events that a process records before the one that had asked it."""
 
@@ -285,6 +287,8 @@ class _Path:
                 0,
             )
             self._begin(at, "hand-off", here)
+        elif kind in _FROM_TIERS:
+            self._begin(at, _FROM_TIERS[kind], here, f"{event.number} tokens")
         elif kind in (EventKind.CHUNK_BEGUN, EventKind.CHUNK_ENDED):
             self._chunk(at, kind, here)
         elif event.decode_try != self._try and self._borrows(at, event, here):
@@ -304,6 +308,8 @@ class _Path:
         if kind in (EventKind.RECEIVED, EventKind.QUEUED, EventKind.ADMITTED, EventKind.RETRACTED):
             self._chunks = 0
             self._begin(at, "queue", here)
+        elif kind in _FROM_TIERS:
+            self._begin(at, _FROM_TIERS[kind], here, f"{event.number} tokens")
         elif kind in (EventKind.CHUNK_BEGUN, EventKind.CHUNK_ENDED):
             self._chunk(at, kind, here)
         elif kind is EventKind.FIRST_TOKEN:

@@ -14,6 +14,7 @@ from baton.engine.request import EngineFinishReason, EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import GrammarSpec
 from baton.handoff.messages import AttemptName
+from baton.kvcache.host_tier import CachedTiers
 from baton.rpc.errors import BatonError, invalid, to_status
 from baton.rpc.validate import (
     check_choices,
@@ -185,6 +186,18 @@ def request_from(
         image_source=source_from(start),
         suspect=isinstance(start, decode_pb2.DecodeStart) and start.suspect,
     )
+
+
+def tiers_to(tiers: CachedTiers) -> common_pb2.CachedTiers | None:
+    if not any(tiers):
+        return None
+    return common_pb2.CachedTiers(host_tokens=tiers.host, disk_tokens=tiers.disk, peer_tokens=tiers.peers)
+
+
+def tiers_from(tiers: common_pb2.CachedTiers, most: int) -> CachedTiers:
+    """Of a prompt of `most` tokens."""
+    found = tiers.host_tokens, tiers.disk_tokens, tiers.peer_tokens
+    return CachedTiers(*(min(tokens, most) for tokens in found))
 
 
 def name_from(message: common_pb2.Attempt) -> AttemptName:

@@ -22,7 +22,14 @@ from baton.handoff.messages import (
 from baton.rpc.errors import from_status
 from baton.rpc.validate import check_token_ids
 from baton.v1 import common_pb2, prefill_pb2
-from baton.worker.convert import grammar_to, logprobs_from, name_from, name_to, prompt_logprobs_from
+from baton.worker.convert import (
+    grammar_to,
+    logprobs_from,
+    name_from,
+    name_to,
+    prompt_logprobs_from,
+    tiers_from,
+)
 from baton.worker.hidden_states import HiddenForm
 from baton.worker.images.spans import images_to, plain_tokens
 
@@ -136,7 +143,8 @@ def events_from(
             )
             logprobs = prompt_logprobs_from([*parts.pop(name, ()), *first.prompt_logprobs])
             hidden = form.read(first.hidden) if form is not None and first.hidden else None
-            yield FirstSampled(name, tokens, first.cached_tokens, logprobs, hidden)
+            tiers = tiers_from(first.cached_tiers, first.cached_tokens)
+            yield FirstSampled(name, tokens, first.cached_tokens, logprobs, hidden, tiers)
         elif kind == "prompt_logprobs":
             parts.setdefault(name, []).extend(event.prompt_logprobs.positions)
         elif kind == "finished":

@@ -16,7 +16,7 @@ from baton.rpc.message_size import MAX_ANSWER_BYTES, cut
 from baton.rpc.outbox import Outbox, byte_size
 from baton.v1 import common_pb2, prefill_pb2
 from baton.worker.caller_stream import CallerStream
-from baton.worker.convert import logprobs_to, name_to, prompt_logprobs_to, status_of
+from baton.worker.convert import logprobs_to, name_to, prompt_logprobs_to, status_of, tiers_to
 from baton.worker.hidden_states import hidden_to
 
 
@@ -66,6 +66,8 @@ def events_of(output: PrefillOutput, chunk_groups: bool) -> Iterator[prefill_pb2
             positions = common_pb2.PromptLogprobs(positions=run)
             yield prefill_pb2.PrefillEvent(attempt=event.attempt, prompt_logprobs=positions)
         event.first.cached_tokens = output.cached_tokens
+        if (tiers := tiers_to(output.tiers)) is not None:
+            event.first.cached_tiers.CopyFrom(tiers)
         event.first.prompt_logprobs.extend(last)
         if output.hidden is not None:
             event.first.hidden = hidden_to(output.hidden)

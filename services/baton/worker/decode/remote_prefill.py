@@ -126,6 +126,7 @@ class RemotePrefill:
         request = leader.request
         if request.cached_tokens is None:
             request.cached_tokens = min(message.cached_tokens, len(leader.tokens))
+            request.tiers = message.tiers
         if request.wants_prompt_logprobs:
             request.prompt_logprobs = list(message.prompt_logprobs)
         self.scheduler.first_tokens(leader, list(message.tokens), message.hidden)

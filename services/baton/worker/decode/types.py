@@ -11,6 +11,7 @@ from baton.handoff.messages import Peer as Peer
 from baton.handoff.messages import PromptSource
 from baton.tracing.recorder import EventKind
 from baton.v1 import decode_pb2
+from baton.worker.convert import tiers_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class DecodeRequest:
         return decode_pb2.RequestStats(
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self.request.cached_tokens or 0,
+            cached_tiers=tiers_to(self.request.tiers),
             output_tokens=self.output_tokens,
             pulled_pages=self.pulled_pages,
             transport=peer.transport if peer is not None and self.pulled_pages else "",

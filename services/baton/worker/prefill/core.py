@@ -370,6 +370,7 @@ class PrefillCore:
             request.cached_tokens or 0,
             tuple(request.prompt_logprobs),
             request.hidden,
+            request.tiers,
         )
         self.leases.outputs.append((attempt.holder, first))
         if not attempt.keep_pages:

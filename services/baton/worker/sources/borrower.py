@@ -316,6 +316,7 @@ class Borrower:
         spare = max(0, self._scheduler.reservations.headroom)
         namespace = fetch.request.namespace
         self._cache.commit(fetch.holding, fetch.prompt[: fetch.tokens], namespace, spare)
+        fetch.request.borrowed += fetch.tokens - fetch.holding.shared * self._cache.page_size
         self._give_up(fetch)
 
     def lost(self, fetch: Borrowing, reason: str, message: str, told: float | None) -> None:
