@@ -250,8 +250,8 @@ class DecodeConfig(WorkerConfig):
     draft: str = "off"
     """Guess the next tokens, and verify them in one step; texts stay as they are. suffix: guesses what
     followed the last tokens before, in the same request or behind the same beginning; it pays where answers
-    repeat parts of their prompts. mtp (on a CPU): the checkpoint's own layer of multi-token prediction
-    guesses. A path or id (on a CPU): a smaller model of the same vocabulary, an EAGLE-3 head or Medusa heads
+    repeat parts of their prompts. mtp: the checkpoint's own layer of multi-token prediction
+    guesses. A path or id: a smaller model of the same vocabulary, an EAGLE-3 head or Medusa heads
     guess. off: no guesses."""
     draft_tokens: int | None = None
     """Tokens that are guessed for a sequence in a step, as far as there are guesses; none: each step takes as

@@ -23,7 +23,6 @@ from baton.model_path import CheckpointError
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import BatonError
 from baton.worker.decode.drafters import make_drafter
-from baton.worker.draft_model import check_draft
 from baton.worker.engine import build_engine
 from rig import CONTEXT, generate, make, parameters, prompts_of, save_checkpoint
 
@@ -250,9 +249,3 @@ def test_models_that_cannot_draft(checkpoint):
     ):
         with pytest.raises((BatonError, CheckpointError), match=words):
             build_engine(config, new_incarnation())
-
-
-def test_a_gpu_refuses_it_in_a_line(checkpoint):
-    config = DecodeConfig(model=str(checkpoint), draft=str(checkpoint))
-    with pytest.raises(BatonError, match="models draft on a CPU only; --draft suffix works"):
-        check_draft(config, torch.device("cuda"))

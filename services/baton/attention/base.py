@@ -58,6 +58,9 @@ class AttentionRows:
     """int32 [rows + 1]: where each row's tokens start, counted from `first`; None: one token a row."""
     longest: int = 1
     """Tokens of the longest row, at most."""
+    targets: tuple[torch.Tensor, ...] = ()
+    """Of each KV group int64 [tokens] on the device: page * page_size + offset, where each token's keys and
+    values are written. For a graph whose layers write by `forward`."""
     plans: dict[int, Any] = field(default_factory=dict)
     """By KV group, what its backend has computed for all layers."""
 

@@ -90,8 +90,13 @@ class PagedAttention(ABC):
     def _written(self, rows: AttentionRows) -> torch.Tensor:
         """Entries of `KvPool.vectors` in the first layer that the rows' tokens write, [tokens * kv heads]."""
         if self._entries is None or self._entries[0] is not rows:
-            assert rows.host is not None
             size, page = self._layout.page_size, self._layout.num_kv_heads * self._stride
+            if rows.targets:
+                there = rows.targets[self._group]
+                there = there // size * page + there % size
+                self._entries = rows, (there[:, None] + self._heads).flatten()
+                return self._entries[1]
+            assert rows.host is not None
             entries = []
             for row in rows.host:
                 positions = np.arange(row.start, row.start + row.count)

@@ -14,7 +14,7 @@ from baton.engine.device_slots import DeviceSlots
 from baton.engine.launched_step import Chains
 from baton.engine.step_graphs import Inputs
 from baton.engine.step_sampling import StepSampling
-from baton.layers.batch import Batch, LayerCache
+from baton.layers.batch import Batch, HiddenTap, LayerCache
 from baton.models.body import Body
 
 
@@ -37,7 +37,12 @@ class CapturedWork:
         caches: Sequence[LayerCache],
         attention: ModelAttention,
         sampling: StepSampling,
+        tap: tuple[int, ...] = (),
+        tapped: torch.Tensor | None = None,
     ) -> None:
+        """`tap`: see `HiddenTap.layers`; `tapped` [tokens, values]: a buffer for those hidden states of the
+        largest step's tokens."""
+        self._tap, self._tapped = tap, tapped
         self._body, self._slots, self._caches = body, slots, caches
         self._attention, self._sampling = attention, sampling
 
@@ -50,7 +55,14 @@ class CapturedWork:
         tokens = slots.last_token.index_select(0, inputs.slots)
         where = self._caches, inputs.slots, slots.damage
         batch = Batch(tokens, inputs.positions, attention, *where, few=True)
-        self._body.logits(final_states(self._body, batch), inputs.logits)
+        self._logits(batch, inputs.logits)
+
+    def _logits(self, batch: Batch, out: torch.Tensor) -> None:
+        batch.tap = HiddenTap(self._tap) if self._tapped is not None else None
+        hidden = final_states(self._body, batch)
+        if batch.tap is not None and self._tapped is not None:
+            torch.cat(batch.tap.found, -1, out=self._tapped[: len(batch.tokens)])
+        self._body.logits(hidden, out)
 
     def sample_plain(self, inputs: Inputs) -> None:
         """Sampling after it with a temperature only."""
@@ -89,7 +101,7 @@ class CapturedWork:
         where = self._caches, inputs.token_slots, slots.damage
         few = inputs.shape.few
         batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.wanted, few=few)
-        self._body.logits(final_states(self._body, batch), inputs.logits)
+        self._logits(batch, inputs.logits)
 
     def sample_drafts(self, inputs: ChunkInputs) -> None:
         """Sampling after it with a temperature only."""

@@ -9,7 +9,7 @@ read, `launch` leaves the sampling to `read` of that step, while the device runs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class ModelRunner:
         together with batch-invariant attention, a sequence's tokens depend on the sequence alone.
         `context_length`: positions that will be used; 0: the model's. `token_budget`: no step has more
         tokens; `draft_tokens`: no row has more drafts. `tap`: results have these hidden states, see
-        `HiddenTap.layers`; not with kernels. `progress` is called as graphs are captured. Raises
+        `HiddenTap.layers`. `progress` is called as graphs are captured. Raises
         ValueError for a pool without a spare page where rows may pad a batch, and for a model that cannot be
         computed invariantly."""
         if kernels and len(pool.raw) == pool.num_pages:
@@ -103,6 +103,8 @@ class ModelRunner:
         self.images = None if model.vision is None or kernels else ImageEncoder(model.vision)
         """None: it computes no images."""
         self._sampling = StepSampling(sampler, self._slots, model.communicator)
+        self._tap_buffer: torch.Tensor | None = None
+        """[tokens, values]: what graphs write of `tap`."""
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         if kernels and graphs and getattr(decode_attention, "graphs", False):
@@ -111,13 +113,17 @@ class ModelRunner:
                 shapes = draft_shapes(draft_tokens, max_slots)
                 most = max([max_slots, *(shape.wanted for shape in shapes)])
                 logits = torch.empty(most, self.vocab_size, dtype=model.dtype, device=self._device)
-                work = CapturedWork(self._body, self._slots, self._caches, self._attention, self._sampling)
+                sizes = chunk_sizes(bool(model.mixtures), token_budget, context)
+                if tap:
+                    values = len(tap) * model.config.hidden_size
+                    self._tap_buffer = logits.new_empty(max(most, *sizes, 0), values)
+                where = self._slots, self._caches, self._attention, self._sampling
+                work = CapturedWork(self._body, *where, tap, self._tap_buffer)
                 works = work.decode, work.sample_plain, work.sample_masked
                 self.graphs = DecodeGraphs(batch_sizes(max_slots), max_slots, logits, *works, progress)
                 self._sampling.graphs = self.graphs
                 if getattr(prefill_attention, "graphs", False) and not batch_invariant:
                     # Chunk graphs attend to rows of one token as to chunks.
-                    sizes = chunk_sizes(bool(model.mixtures), token_budget, context)
                     shapes += chunk_shapes(sizes, max_slots)
                     chunk_works = work.small, work.sample_drafts
                     self.chunk_graphs = ChunkGraphs(
@@ -236,6 +242,7 @@ class ModelRunner:
             masked = sampler.grammars.constrained(slots.tolist())
         graphs.fill(slots, positions, simple, masked)
         graphs.replay(len(rows))
+        self._keep_tapped(launched, range(len(rows)) if moved is None else order.tolist(), [1] * len(rows))
         pending = PendingSampling(graphs.logits(len(rows)), slots, positions + 1, masked)
         pending.graph = len(rows) if simple is not None else 0
         self._sampling.sample(launched, pending)
@@ -270,6 +277,7 @@ class ModelRunner:
         chains = None
         if shape is not None and self.chunk_graphs is not None:
             logits = self.chunk_graphs.run(shape, host, simple if by_graph else None)
+            self._keep_tapped(launched, host.order, [row.count for row in host.rows])
             if chained:
                 chains = Chains(host.depths, *self.chunk_graphs.settled(shape, len(host.wanted)))
         else:
@@ -287,6 +295,13 @@ class ModelRunner:
             elif simple is not None:
                 pending.simple = there[0], there[1], there[2]
             self._sampling.sample(launched, pending)
+
+    def _keep_tapped(self, launched: LaunchedStep, places: Iterable[int], counts: list[int]) -> None:
+        """Copies what a graph has written for rows of so many tokens, before the next writes there; `places`:
+        theirs in the plan."""
+        if self._tap_buffer is not None:
+            parts = torch.split(self._tap_buffer[: sum(counts)].clone(), counts)
+            launched.hidden = dict(zip(places, parts, strict=True))
 
     def _settled(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """Waits for the step before. For steps without a graph: those are long."""

@@ -20,6 +20,7 @@ from baton.layers.attention import Attention, AttentionOptions
 from baton.layers.batch import Batch
 from baton.layers.cache_spec import CacheSpec
 from baton.layers.mlp import GatedMlp
+from baton.layers.moe import Mixture
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.models.config import ModelConfig, ModelError, make_rope
@@ -84,7 +85,8 @@ class Eagle3Head:
         self.tap = _tap(raw, target.config.num_layers)
         self.parameters = parameters = Parameters(target.dtype, target.device)
         size, eps, rope = config.hidden_size, config.rms_norm_eps, make_rope(config)
-        inputs = len(self.tap) * target.config.hidden_size
+        self.values = inputs = len(self.tap) * target.config.hidden_size
+        self.mixtures: Sequence[Mixture] = ()
         before_fc = bool(raw.get("norm_before_fc"))
         self.input_norm = RmsNorm(parameters, "input_norm", inputs, eps) if before_fc else None
         self.fc = parameters.linear({"fc": size}, inputs, any(n == "fc.bias" for n in names))

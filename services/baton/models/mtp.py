@@ -8,6 +8,7 @@ makes all guesses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from baton.layers.attention import AttentionModule, AttentionOptions
 from baton.layers.batch import FINAL, Batch
 from baton.layers.cache_spec import CacheSpec
+from baton.layers.moe import Mixture
 from baton.layers.parameters import Parameters
 from baton.models.config import ModelConfig, ModelError
 from baton.models.decoder import Decoder, prepare_linears
@@ -31,6 +33,8 @@ class MtpHead:
 
     def __init__(self, target: Decoder, layer: MtpLayer) -> None:
         self._target, self._own = target, layer
+        self.values = target.config.hidden_size
+        self.mixtures: Sequence[Mixture] = [found] if (found := layer.layer.mixture) is not None else []
         attention = layer.layer.attention
         assert isinstance(attention, AttentionModule) and attention.cache is not None
         self._attention = attention

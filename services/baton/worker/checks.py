@@ -30,7 +30,7 @@ def checked(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     if config.tp > 1 and device.type != "cpu":
         device = on_gpus(config, device)
     check_model(config, device)
-    check_draft(config, device)
+    check_draft(config)
     return config, device
 
 

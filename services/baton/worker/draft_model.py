@@ -15,11 +15,13 @@ from baton.engine.draft.base import Drafter
 from baton.engine.draft.heads import HeadDrafter
 from baton.engine.draft.medusa import MedusaDrafter
 from baton.engine.draft.model import ModelDrafter
+from baton.engine.plan import Runner
 from baton.kvcache.kv_pool import PagePool, PoolLayout, default_page_size
 from baton.layers.cache_spec import State
 from baton.model_path import resolve
 from baton.models.config import ModelConfig, read_config
 from baton.models.decoder import Decoder, LanguageModel
+from baton.models.device_mixture import device_mixture
 from baton.models.eagle3 import Eagle3Head, is_eagle3, load_eagle3
 from baton.models.loader import cache_specs
 from baton.models.medusa import is_medusa, load_medusa
@@ -27,7 +29,7 @@ from baton.models.mtp import MtpHead, check_mtp, load_mtp
 from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
 from baton.worker.model import attention_of, kv_layout, load
-from baton.worker.runners import make_runner
+from baton.worker.runners import make_runner, unsuited
 
 _log = get_logger()
 
@@ -35,7 +37,7 @@ KV_BYTES = 2**30
 """Of keys and values of drafts, at most, if one whole context takes no more."""
 
 
-def check_draft(config: WorkerConfig, device: torch.device) -> None:
+def check_draft(config: WorkerConfig) -> None:
     """Before anything is loaded. Raises CheckpointError and BatonError."""
     if not config.draft_model:
         return
@@ -43,10 +45,6 @@ def check_draft(config: WorkerConfig, device: torch.device) -> None:
         raise failed_precondition("--draft with a model does not work with --tp; leave one of them out")
     if config.step_profile:
         raise failed_precondition("steps of --step-profile compute nothing: leave out --draft")
-    if device.type != "cpu":  # nobody has run it there
-        raise failed_precondition(
-            f"--draft {config.draft_model}: models draft on a CPU only; --draft suffix works"
-        )
     target = read_config(resolve(config.model), implementation=config.model_impl)
     if config.draft_model == MTP:
         check_mtp(resolve(config.model), target, config.load_format)
@@ -107,15 +105,16 @@ def _model_drafter(
 ) -> ModelDrafter:
     shape = _read_draft(config, path, target.config)
     context = min(config.context_length or shape.context_length, shape.context_length)
-    own = replace(config, model=config.draft_model, draft="off", context_length=context, kv_dtype="auto")
+    own = _freely(config)
+    own = replace(own, model=config.draft_model, draft="off", context_length=context, kv_dtype="auto")
     model = load(own, path, target.dtype, device)
     layout = kv_layout(model, config.page_size or default_page_size(device), context)
     pool = _pool(own, layout, context, device)
     (prefill, _), (decode, _) = attention_of(own, model, device)
-    made = make_runner(own, model, pool, prefill, decode, context)
+    made: Runner[Any] = make_runner(own, model, pool, prefill, decode, context)
     groups = len(layout.groups)
     return ModelDrafter(
-        TunedRunner(made, groups=groups),
+        TunedRunner(made, groups=groups) if device.type == "cpu" else made,
         pages=pool.num_pages,
         page_size=layout.page_size,
         groups=groups,
@@ -131,7 +130,12 @@ def _head_drafter(
     specs = [spec.within(context) for spec in head.caches]
     layout = PoolLayout.of(specs, config.page_size or default_page_size(device), target.dtype)
     pool = _pool(config, layout, context, device)
-    (prefill, _), (decode, _) = attention_of(config, head, device)
+    (prefill, _), (decode, _) = attention_of(_freely(config), head, device)
+    graphs = getattr(prefill, "graphs", False) and getattr(decode, "graphs", False)
+    if not graphs or unsuited(target, prefill, decode) is not None:
+        graphs = False
+    for mixture in head.mixtures if graphs else ():
+        mixture.kernels = device_mixture(mixture)
     return HeadDrafter(
         head,
         pool,
@@ -140,7 +144,13 @@ def _head_drafter(
         vocab_size=target.config.vocab_size,
         context_length=context,
         token_budget=config.token_budget,
+        graph_drafts=config.most_drafts if graphs else 0,
     )
+
+
+def _freely(config: DecodeConfig) -> DecodeConfig:
+    """What a model's attention was chosen for does not bind those who guess."""
+    return replace(config, prefill_attention="auto", decode_attention="auto", batch_invariant=False)
 
 
 def _pool(config: WorkerConfig, layout: PoolLayout, context: int, device: torch.device) -> PagePool:

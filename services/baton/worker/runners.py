@@ -73,6 +73,7 @@ def make_runner(
         batch_invariant=config.batch_invariant,
         draft_tokens=config.most_drafts,
         progress=report,
+        tap=tap,
     )
     for steps, graphs in (("decode", runner.graphs), ("small, with chunks", runner.chunk_graphs)):
         if graphs is not None:

@@ -11,47 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from baton.attention.base import AttentionBackend, AttentionRows
+from baton.attention.paged import PagedAttention
 from baton.attention.step import ModelAttention
 from baton.engine.batch import HostBatch
 from baton.engine.draft.base import Drafter
-from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots, slot_init
+from baton.engine.draft.draft_head import DraftHead
+from baton.engine.draft.head_graphs import HeadGraphs, HeadRow, HeadShape
+from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
+from baton.engine.draft.sampling import DraftSampler, read_drafts
 from baton.engine.plan import PlanRow
 from baton.engine.request import Sequence as TokenSequence
 from baton.engine.request import SequencePhase
-from baton.engine.sampler import Sampler
+from baton.engine.sampler import KernelSamples, Samples
 from baton.kvcache.kv_pool import PagePool
-from baton.layers.attention import AttentionOptions
+from baton.layers.async_copy import to_device
 from baton.layers.batch import Batch
 
 MOST_WAITING = 64
 """Hidden states of a sequence that is not asked for drafts wait for it; with more, it is caught up with."""
-
-
-class DraftHead(Protocol):
-    tap: tuple[int, ...]
-    """Hidden states of the model that it reads: see `layers.batch.HiddenTap.layers`."""
-
-    @property
-    def heads(self) -> int:
-        """Attention heads of each layer."""
-
-    @property
-    def attention_options(self) -> Sequence[AttentionOptions]: ...
-
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the model's hidden states [tokens, values] become: [tokens, hidden]."""
-
-    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Next tokens, and hidden states before them [tokens, hidden] -> hidden states at them, likewise."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """-> float32 [rows, the model's vocabulary]"""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +58,7 @@ class HeadState:
         return self.kv is None or self.kv.slot < 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Work:
     """A sequence's part of the first pass."""
 
@@ -85,6 +67,15 @@ class _Work:
     drafts: int
     positions: list[int]
     hidden: list[torch.Tensor]
+
+    def split(self, last: int) -> _Work:
+        """Leaves it so many of its pairs at most, the last ones, which are the only ones that drafts are
+        wanted behind; -> those before them."""
+        count = max(0, len(self.positions) - last)
+        whole = torch.cat(self.hidden) if len(self.hidden) > 1 else self.hidden[0]
+        before = _Work(self.state, self.kv, 0, self.positions[:count], [whole[:count]])
+        self.positions, self.hidden = self.positions[count:], [whole[count:]]
+        return before
 
 
 class HeadDrafter(Drafter):
@@ -100,15 +91,23 @@ class HeadDrafter(Drafter):
         vocab_size: int,
         context_length: int,
         token_budget: int,
+        graph_drafts: int = 0,
     ) -> None:
-        """`pool`: for its keys and values; `attention`: for prompts, for rows of one token. `token_budget`:
-        pairs that it computes in a step, at most; `vocab_size` and `context_length`: the model's."""
+        """`pool`: for its keys and values, with a spare page; `attention`: for prompts, for rows of one
+        token. `token_budget`: pairs that it computes in a step, at most; `vocab_size` and `context_length`:
+        the model's. `graph_drafts`: steps have CUDA graphs, of rows with at most so many drafts; 0: none."""
         self.tap = head.tap
         self._head, self._pool = head, pool
         self._attention = ModelAttention(pool, head.heads, head.attention_options, *attention)
         layout = pool.layout
         self._slots = DraftKvSlots(max_slots, pool.num_pages, layout.page_size, len(layout.groups))
-        self._sampler = Sampler(max_slots, vocab_size, pool.device)
+        self._sampler = DraftSampler(max_slots, vocab_size, pool.device)
+        self._graphs: HeadGraphs | None = None
+        if graph_drafts:
+            with torch.inference_mode():
+                limits = context_length, graph_drafts, max_slots
+                self._graphs = HeadGraphs(head, self._attention, *limits)
+        self._paged = any(issubclass(each, PagedAttention) for each in attention)
         self._context, self._budget = context_length, token_budget
         self._step = 0
         self._waiting: dict[HeadState, None] = {}
@@ -149,9 +148,18 @@ class HeadDrafter(Drafter):
             if work is not None:
                 works.append(work)
                 budget -= len(work.positions)
+        ready = [work for work in works if work.drafts > 0 and work.positions and self._ends(work)]
+        shape = None
+        if self._graphs is not None and ready:
+            shape = self._graphs.shape(len(ready), max(work.drafts for work in ready))
+        if shape is not None:
+            # The graph takes their last pairs.
+            works = [work for work in works if work not in ready] + [w.split(shape.pairs) for w in ready]
         if any(work.positions for work in works):
             self._catch_up([work for work in works if work.positions])
         self._draft([work for work in works if work.drafts > 0 and _is_ready(work.state)])
+        if shape is not None:
+            self._draft_by_graph(shape, ready)
 
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
         state = sequence.drafting
@@ -205,51 +213,103 @@ class HeadDrafter(Drafter):
             state.pairs += len(work.positions)
             state.last, state.behind = last, work.positions[-1] + 2
 
+    @staticmethod
+    def _ends(work: _Work) -> bool:
+        """Whether its pairs reach the sequence's last token."""
+        return work.positions[-1] + 2 == len(work.state.sequence.tokens)
+
     def _draft(self, works: Sequence[_Work]) -> None:
-        """A token of each sequence in a pass, for those that want so many."""
+        """A token of each sequence in a pass, for those that want so many; reads them when all passes are
+        under way."""
         for work in works:
-            self._sampler.init(slot_init(work.kv.slot, work.state.sequence))
+            self._sampler.init(work.kv.slot, work.state.sequence)
         hidden = [work.state.last for work in works if work.state.last is not None]
+        states = torch.stack(hidden) if hidden else torch.empty(0)
+        found: list[tuple[Sequence[_Work], Samples | KernelSamples]] = []
         for depth in range(max((work.drafts for work in works), default=0)):
             if depth:
-                going = [i for i, work in enumerate(works) if len(work.kv.guess) == depth < work.drafts]
-                works, before = [works[i] for i in going], [hidden[i] for i in going]
+                going = [i for i, work in enumerate(works) if work.drafts > depth]
+                tokens = found[-1][1].tokens
+                if len(going) < len(works):
+                    works, at = [works[i] for i in going], to_device(np.array(going), self._pool.device)
+                    states, tokens = states.index_select(0, at), tokens.index_select(0, at)
                 rows = [
-                    PlanRow(w.kv.slot, w.kv.guess[-1:], w.state.pairs + depth - 1, w.kv.tables, (w.kv.slot,))
+                    PlanRow(w.kv.slot, (0,), w.state.pairs + depth - 1, w.kv.tables, (w.kv.slot,))
                     for w in works
                 ]
                 positions = [[work.state.behind + depth - 2] for work in works]
-                if works:
-                    hidden = list(self._pass(rows, positions, [each[None] for each in before]).unbind(0))
-            if not works:
-                return
-            logits = self._head.logits(torch.stack(hidden))
+                states = self._pass(rows, positions, [states], tokens)
             slots = np.array([work.kv.slot for work in works], np.int64)
             behind = np.array([work.state.behind + depth for work in works], np.int64)
-            tokens, finite = self._sampler.sample(logits, slots, behind).read()
-            for work, token, is_number in zip(works, tokens, finite, strict=True):
-                if is_number:
-                    work.kv.guess.append(token)
-                else:
-                    self._slots.drop(work.kv)
+            found.append((works, self._sampler.sample(self._head.logits(states), slots, behind)))
+        drawn = read_drafts([samples for _, samples in found])
+        for depth, ((those, _), (drafts, finite)) in enumerate(zip(found, drawn, strict=True)):
+            for work, token, is_number in zip(those, drafts, finite, strict=True):
+                self._add(work, depth, token, is_number)
+
+    def _draft_by_graph(self, shape: HeadShape, works: Sequence[_Work]) -> None:
+        assert self._graphs is not None
+        rows = []
+        for work in works:
+            tokens, request = work.state.sequence.tokens, work.state.sequence.request
+            following = [tokens[position + 1] for position in work.positions]
+            own = work.positions, work.state.pairs, work.kv.tables[0], work.hidden[0]
+            seed = work.state.sequence.seed
+            rows.append(HeadRow(following, *own, request.params.temperature, seed, len(tokens)))
+        for work, drafts, finite in zip(works, *self._graphs.run(shape, rows), strict=True):
+            state = work.state
+            state.pairs += len(work.positions)
+            state.last, state.behind = None, len(state.sequence.tokens)
+            for depth in range(work.drafts):
+                self._add(work, depth, drafts[depth], finite[depth])
+
+    def _add(self, work: _Work, depth: int, token: int, is_number: bool) -> None:
+        """A draft, if those before it came of numbers; else the head begins anew."""
+        if is_number and len(work.kv.guess) == depth:
+            work.kv.guess.append(token)
+        elif not work.state.lost:
+            self._slots.drop(work.kv)
 
     def _pass(
-        self, rows: Sequence[PlanRow], positions: Sequence[Sequence[int]], hidden: Sequence[torch.Tensor]
+        self,
+        rows: Sequence[PlanRow],
+        positions: Sequence[Sequence[int]],
+        hidden: Sequence[torch.Tensor],
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One pass of the head; `positions` and `hidden` of each row's tokens. -> hidden states at the last
-        token of each row, [rows, hidden]."""
+        """One pass of the head; `positions` and `hidden` of each row's tokens. `tokens`: those of rows of one
+        token, where the host does not know them. -> hidden states at the last token of each row, [rows,
+        hidden]."""
         host, device = HostBatch.of(rows), self._pool.device
-        parts, single = [], host.single
-        if single:
-            parts.append(AttentionRows(host.rows[:single], 0, single))
-        if single < len(rows):
-            count = host.tokens - single
-            parts.append(AttentionRows(host.rows[single:], single, count, longest=host.longest))
-        at = torch.tensor([position for i in host.order for position in positions[i]], device=device)
-        tokens = torch.from_numpy(host.ids).to(device)
+        single, parts = host.single, []
+        for first, end, longest in ((0, single, 1), (single, len(rows), host.longest)):
+            if first < end:
+                count = single if longest == 1 else host.tokens - single
+                parts.append(self._rows(host, first, end, count, longest))
+        at = to_device(np.array([each for i in host.order for each in positions[i]], np.int64), device)
+        if tokens is None:
+            tokens = to_device(host.ids, device)
+            hidden = [hidden[i] for i in host.order]
         batch = Batch(tokens, at, self._attention.over(*parts))
-        found = self._head.forward(tokens, torch.cat([hidden[i] for i in host.order]), batch)
-        return found.index_select(0, torch.from_numpy(host.wanted).to(device))
+        found = self._head.forward(tokens, torch.cat(list(hidden)), batch)
+        return found.index_select(0, to_device(host.wanted, device))
+
+    def _rows(self, host: HostBatch, first: int, end: int, tokens: int, longest: int) -> AttentionRows:
+        """Rows of a part of the batch."""
+        own = AttentionRows(host.rows[first:end], int(host.starts[first]), tokens, longest=longest)
+        if not self._paged:
+            return own
+        device, spare = self._pool.device, self._pool.num_pages
+        width = max(len(row.tables[0]) for row in own.host or ())
+        tables = np.full((len(self._pool.layout.groups), end - first, width), spare, np.int32)
+        for i, row in enumerate(own.host or ()):
+            for group, pages in enumerate(row.tables):
+                tables[group, i, : len(pages)] = pages
+        own.tables = to_device(tables, device).unbind(0)
+        own.lengths = to_device(host.lengths[first:end], device)
+        if longest > 1:
+            own.starts = to_device(host.starts[first : end + 1] - host.starts[first], device)
+        return own
 
 
 def _is_ready(state: HeadState) -> bool:

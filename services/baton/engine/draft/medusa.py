@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from baton.engine.draft.base import Drafter
-from baton.engine.draft.kv_slots import slot_init
+from baton.engine.draft.sampling import DraftSampler, read_drafts
 from baton.engine.request import Sequence as TokenSequence
-from baton.engine.sampler import Sampler
 from baton.layers.batch import FINAL
 from baton.models.medusa import MedusaHeads
 
@@ -22,7 +21,7 @@ class MedusaDrafter(Drafter):
     def __init__(self, heads: MedusaHeads, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self._heads = heads
         self._most_rows = max_slots
-        self._sampler = Sampler(max_slots, vocab_size, device)
+        self._sampler = DraftSampler(max_slots, vocab_size, device)
         self._guesses: dict[TokenSequence, list[int]] = {}
 
     def observe(self, sequence: TokenSequence, start: int, hidden: torch.Tensor) -> None:
@@ -36,23 +35,21 @@ class MedusaDrafter(Drafter):
         for sequence, most in wanted[: self._most_rows]:
             known = sequence.drafting
             if isinstance(known, tuple) and known[0] == len(sequence.tokens):
-                self._sampler.init(slot_init(len(rows), sequence))
+                self._sampler.init(len(rows), sequence)
                 rows.append((sequence, most))
                 states.append(known[1])
+        found = []
         for depth in range(min(len(self._heads.heads), max((most for _, most in rows), default=0))):
-            going = [i for i, (s, most) in enumerate(rows) if most > depth == len(self._of(s))]
-            if not going:
-                break
-            slots = np.array(going, np.int64)
+            going = np.array([i for i, (_, most) in enumerate(rows) if most > depth], np.int64)
             logits = self._heads.logits(depth, torch.stack([states[i] for i in going]))
             positions = np.array([len(rows[i][0].tokens) + depth for i in going], np.int64)
-            tokens, finite = self._sampler.sample(logits, slots, positions).read()
+            found.append((going, self._sampler.sample(logits, going, positions)))
+        drawn = read_drafts([samples for _, samples in found])
+        for depth, ((going, _), (tokens, finite)) in enumerate(zip(found, drawn, strict=True)):
             for i, token, is_number in zip(going, tokens, finite, strict=True):
-                if is_number:
-                    self._of(rows[i][0]).append(token)
+                guess = self._guesses.setdefault(rows[i][0], [])
+                if is_number and len(guess) == depth:
+                    guess.append(token)
 
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
         return self._guesses.get(sequence, ())[:most]
-
-    def _of(self, sequence: TokenSequence) -> list[int]:
-        return self._guesses.setdefault(sequence, [])

@@ -1,0 +1,41 @@
+"""The interface of heads that read a model's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from baton.layers.attention import AttentionOptions
+from baton.layers.batch import Batch
+from baton.layers.moe import Mixture
+
+
+class DraftHead(Protocol):
+    tap: tuple[int, ...]
+    """Hidden states of the model that it reads: see `layers.batch.HiddenTap.layers`."""
+
+    values: int
+    """Of these a token has so many."""
+    mixtures: Sequence[Mixture]
+    """Of its layers."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of each layer."""
+
+    @property
+    def attention_options(self) -> Sequence[AttentionOptions]: ...
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the model's hidden states [tokens, values] become: [tokens, hidden]."""
+
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Next tokens, and hidden states before them [tokens, hidden] -> hidden states at them, likewise."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """-> float32 [rows, the model's vocabulary]"""

@@ -1,0 +1,239 @@
+"""Drafts of a head by CUDA graphs, one for each number of rows and of drafts: the host would take longer to
+launch its passes than the device to compute them.
+
+A graph computes for each row the last pairs that the head has not had (`heads`), as many as a step can
+deliver, and all drafts, which depend on temperatures and seeds alone. A row with fewer pairs has tokens
+behind them that mean nothing: no pair attends to them, and the drafts' keys and values are written over
+theirs. What a row has no pages for goes to a spare one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.attention.base import AttentionRows
+from baton.attention.step import ModelAttention
+from baton.engine import step_graphs
+from baton.engine.draft.draft_head import DraftHead
+from baton.engine.draft.sampling import sample_by_temperature
+from baton.engine.sampler_ops import position_keys, seed_keys
+from baton.layers.async_copy import to_device, to_host
+from baton.layers.batch import Batch
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+DRAFTS = (1, 2, 3, 5, 7)
+MOST_TOKENS = 512
+
+
+class HeadShape(NamedTuple):
+    """What a graph has room for."""
+
+    rows: int
+    drafts: int
+
+    @property
+    def pairs(self) -> int:
+        """Of a row."""
+        return self.drafts + 1
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRow:
+    """A row of a step."""
+
+    tokens: Sequence[int]
+    """Next tokens of its pairs."""
+    positions: Sequence[int]
+    """Of its pairs, in the sequence."""
+    start: int
+    """Pairs that the head has had before."""
+    pages: Sequence[int]
+    hidden: torch.Tensor
+    """[pairs, values]: the model's hidden states."""
+    temperature: float
+    seed: int
+    behind: int
+    """Position of the first draft."""
+
+
+@dataclass(slots=True)
+class HeadInputs:
+    """Views of the static buffers, of a shape; int32 but for the seeds."""
+
+    shape: HeadShape
+    seeds: torch.Tensor
+    """int64 [rows]: `seed_keys`"""
+    temperatures: torch.Tensor
+    """float32 [rows]"""
+    starts: torch.Tensor
+    """[rows]"""
+    counts: torch.Tensor
+    """[rows]: pairs, at least one."""
+    behind: torch.Tensor
+    """[rows]"""
+    tokens: torch.Tensor
+    """[rows * pairs]"""
+    positions: torch.Tensor
+    """[rows * pairs]"""
+    tables: torch.Tensor
+    """[rows, pages]"""
+    hidden: torch.Tensor
+    """[rows * pairs, values]"""
+    result: torch.Tensor
+    """[drafts, rows, 2]: as in step_graphs.Inputs."""
+
+
+class HeadGraphs:
+    """Without CUDA its work is done as it comes."""
+
+    def __init__(
+        self, head: DraftHead, attention: ModelAttention, context: int, drafts: int, rows: int
+    ) -> None:
+        """`attention`: over the head's pool, with a spare page. `context`: positions that will be used; no
+        row has more `drafts`, no step more `rows`."""
+        self._head, self._attention = head, attention
+        pool = attention.pool
+        self._device, self._size = pool.device, pool.layout.page_size
+        self._context, self._spare = context, pool.num_pages
+        self._pages = -(-(context + 2 * DRAFTS[-1]) // self._size)
+        lengths = [each for each in DRAFTS if each < drafts] + [min(e for e in DRAFTS if e >= drafts)]
+        sizes = [each for each in ROWS if each < rows] + [min([e for e in ROWS if e >= rows] or ROWS[-1:])]
+        shapes = sorted({HeadShape(r, k) for r in sizes for k in lengths if r * (k + 1) <= MOST_TOKENS})
+        self.shapes = shapes
+        tokens = max(shape.rows * shape.pairs for shape in shapes)
+        longest = max(sum(self._lanes(shape)) for shape in shapes)
+        self._static = torch.zeros(longest, dtype=torch.int32, device=self._device)
+        self._hidden = torch.zeros(tokens, head.values, dtype=head.dtype, device=self._device)
+        drawn = max(shape.rows * shape.drafts for shape in shapes)
+        self._result = torch.zeros(drawn, 2, dtype=torch.int32, device=self._device)
+        self._graphs: dict[HeadShape, torch.cuda.CUDAGraph] = {}
+        self.seconds = 0.0
+        if self._device.type == "cuda":
+            started, memory = time.monotonic(), torch.cuda.graph_pool_handle()
+            for shape in sorted(shapes, key=lambda s: -s.rows * s.pairs):
+                self._fill(shape, ())
+                self._graphs[shape] = step_graphs.capture(
+                    self.work, self._inputs(shape), memory, self._device
+                )
+            torch.cuda.synchronize(self._device)
+            self.seconds = time.monotonic() - started
+
+    def shape(self, rows: int, drafts: int) -> HeadShape | None:
+        """That of the graph for such a step; None: no graph fits."""
+        fits = (shape for shape in self.shapes if shape.rows >= rows and shape.drafts >= drafts)
+        return min(fits, key=lambda shape: shape.rows * shape.pairs, default=None)
+
+    def run(self, shape: HeadShape, rows: Sequence[HeadRow]) -> tuple[list[list[int]], list[list[bool]]]:
+        """Drafts of each row, and whether their logits were finite. Waits for the device, once."""
+        at = [i * shape.pairs + j for i, row in enumerate(rows) for j in range(len(row.tokens))]
+        self._fill(shape, rows)
+        where = to_device(np.array(at, np.int64), self._device)
+        self._hidden.index_copy_(0, where, torch.cat([row.hidden for row in rows]))
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self.work(self._inputs(shape))
+        else:
+            graph.replay()
+        found = to_host(self._inputs(shape).result)
+        if graph is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+        lanes = found.numpy()[:, : len(rows)]
+        finite = np.isfinite(lanes[..., 1].copy().view(np.float32))
+        return lanes[..., 0].T.tolist(), finite.T.tolist()
+
+    def work(self, inputs: HeadInputs) -> None:
+        """The passes of a step; on buffers, so that a CUDA graph can hold it."""
+        head, device = self._head, self._device
+        rows, pairs = inputs.shape.rows, inputs.shape.pairs
+        places = torch.arange(pairs, device=device)
+        firsts = torch.arange(0, (rows + 1) * pairs, pairs, dtype=torch.int32, device=device)
+        batch = self._batch(
+            inputs.tokens,
+            inputs.positions,
+            inputs.starts[:, None] + places,
+            inputs.tables,
+            inputs.starts + pairs,
+            firsts,
+        )
+        states = head.forward(inputs.tokens, head.enter(inputs.hidden), batch)
+        states = states.index_select(0, firsts[:-1] + inputs.counts - 1)
+        for depth in range(inputs.shape.drafts):
+            keys = position_keys(inputs.seeds, inputs.behind + depth)
+            own = inputs.result[depth]
+            sample_by_temperature(head.logits(states), inputs.temperatures, keys, own)
+            if depth + 1 < inputs.shape.drafts:
+                tokens, at = own[:, 0].contiguous(), inputs.starts + inputs.counts + depth
+                positions = (inputs.behind + (depth - 1)).clamp(0, self._context - 1)
+                batch = self._batch(tokens, positions, at[:, None], inputs.tables, at + 1, None)
+                states = head.forward(tokens, states, batch)
+
+    def _batch(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        at: torch.Tensor,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        starts: torch.Tensor | None,
+    ) -> Batch:
+        """`at`: int [rows, tokens of each], where their keys and values belong; lengths: keys of each row's
+        last token; starts: None: a token each."""
+        size = self._size
+        pages = tables.gather(1, (at // size).clamp(max=tables.shape[1] - 1).long())
+        target = (pages * size + at % size).long().flatten()
+        longest = at.shape[1]
+        rows = AttentionRows(None, 0, len(tokens), (tables,), lengths.int(), starts, longest)
+        rows.targets = (target,)
+        return Batch(tokens, positions, self._attention.over(rows))
+
+    def _lanes(self, shape: HeadShape) -> tuple[int, ...]:
+        """Lengths of the fields of HeadInputs, which lie one behind the other."""
+        rows, tokens = shape.rows, shape.rows * shape.pairs
+        return (2 * rows, rows, rows, rows, rows, tokens, tokens, rows * self._pages)
+
+    def _inputs(self, shape: HeadShape) -> HeadInputs:
+        sizes = self._lanes(shape)
+        lanes = torch.split(self._static[: sum(sizes)], list(sizes))
+        seeds, temperatures, starts, counts, behind, tokens, positions, tables = lanes
+        return HeadInputs(
+            shape,
+            seeds.view(torch.int64),
+            temperatures.view(torch.float32),
+            starts,
+            counts,
+            behind,
+            tokens,
+            positions,
+            tables.view(shape.rows, self._pages),
+            self._hidden[: len(tokens)],
+            self._result[: shape.drafts * shape.rows].view(shape.drafts, shape.rows, 2),
+        )
+
+    def _fill(self, shape: HeadShape, rows: Sequence[HeadRow]) -> None:
+        """Enqueues the copy of a step's inputs; the other rows are padding."""
+        sizes = self._lanes(shape)
+        host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        lanes: list[npt.NDArray[np.int32]] = np.split(host.numpy(), np.cumsum(sizes)[:-1])
+        seeds, temperatures, starts, counts, behind, tokens, positions, tables = lanes
+        counts[:] = 1
+        tables[:] = self._spare
+        tokens, positions = tokens.reshape(-1, shape.pairs), positions.reshape(-1, shape.pairs)
+        table = tables.reshape(-1, self._pages)
+        for i, row in enumerate(rows):
+            count = len(row.tokens)
+            tokens[i, :count], positions[i, :count] = row.tokens, row.positions
+            starts[i], counts[i], behind[i] = row.start, count, row.behind
+            table[i, : len(row.pages)] = row.pages[: self._pages]
+        if rows:
+            own = np.array([row.temperature for row in rows], np.float32)
+            temperatures.view(np.float32)[: len(rows)] = own
+            all_seeds = np.array([row.seed for row in rows], np.uint64)
+            seeds.view(np.int64)[: len(rows)] = seed_keys(all_seeds)
+        self._static[: len(host)].copy_(host, non_blocking=True)

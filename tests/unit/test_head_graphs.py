@@ -1,0 +1,147 @@
+"""What a head's CUDA graphs hold, run as it is on a CPU: its drafts are those of passes one by one."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from eagle3_heads import HIDDEN, LAYERS, random_head, save_head
+
+from baton.attention.paged import PagedAttention
+from baton.attention.step import ModelAttention
+from baton.engine.draft.head_graphs import DRAFTS, HeadGraphs
+from baton.engine.draft.heads import HeadDrafter
+from baton.engine.draft.planner import DraftPlanner
+from baton.engine.draft.sampling import sample_by_temperature
+from baton.engine.plan import SlotInit
+from baton.engine.sampler import Sampler
+from baton.engine.sampler_ops import row_keys
+from baton.engine.sampling_params import SamplingParams
+from baton.kvcache.kv_pool import PagePool, PoolLayout
+from baton.models.eagle3 import load_eagle3
+from baton.models.loader import load_model
+from rig import CONTEXT, VOCAB, generate, make, parameters, prompts_of, save_checkpoint
+
+
+class PlainPagedAttention(PagedAttention):
+    """By page tables on the device, as kernels read them."""
+
+    name = "plain"
+
+    @staticmethod
+    def available(device, dtype=None, head_dim=None):
+        return None
+
+    def plan(self, rows):
+        pass
+
+    def attend(self, layer, q, out, rows):
+        keys, values = self._layers[layer]
+        starts = rows.starts_of_all().tolist()
+        for table, length, first, end in zip(
+            rows.tables[self._group], rows.keys.tolist(), starts[:-1], starts[1:], strict=True
+        ):
+            assert end - first <= rows.longest
+            k, v = (
+                part[table.long()].flatten(0, 1)[:length].transpose(0, 1)[None] for part in (keys, values)
+            )
+            mask = torch.ones(end - first, length, dtype=torch.bool).tril(length - (end - first))
+            own = q[first:end].transpose(0, 1)[None]
+            found = F.scaled_dot_product_attention(own, k, v, attn_mask=mask, enable_gqa=True)
+            out[first:end] = found[0].transpose(0, 1)
+
+
+@pytest.fixture(autouse=True)
+def failures_are_seen(monkeypatch):
+    monkeypatch.setattr(DraftPlanner, "_guarded", lambda self: contextlib.nullcontext())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    sizes = {"hidden_size": HIDDEN, "num_attention_heads": 4, "head_dim": 32, "num_hidden_layers": 4}
+    return save_checkpoint(tmp_path_factory.mktemp("target"), **sizes)
+
+
+@pytest.fixture(scope="module")
+def head(checkpoint, tmp_path_factory):
+    path = save_head(tmp_path_factory.mktemp("head"), random_head("midlayer", VOCAB // 4, VOCAB), VOCAB)
+    return load_eagle3(path, load_model(checkpoint, torch.float32, "cpu"))
+
+
+def run(checkpoint, head, prompts, params, *, graphs, most, pages=400, slots=16):
+    """Outputs, and of each draft asked for what is known and what follows."""
+    pool = PagePool(PoolLayout.of(head.caches, 16, torch.float32), pages, torch.device("cpu"), spare=1)
+    pool.raw.view(torch.float32).fill_(9.0)
+    sizes = {"max_slots": slots, "vocab_size": VOCAB, "context_length": CONTEXT, "token_budget": 4096}
+    drafter = HeadDrafter(head, pool, (PlainPagedAttention,) * 2, **sizes, graph_drafts=most * graphs)
+    shapes, drafts = [], {}
+    if graphs:
+        choose = drafter._graphs.run
+        drafter._graphs.run = lambda shape, rows: (shapes.append(shape), choose(shape, rows))[1]
+    draft = drafter.draft
+
+    def kept(sequence, count):
+        found = list(draft(sequence, count))
+        drafts[sequence.request.key, len(sequence.tokens)] = found
+        return found
+
+    drafter.draft = kept
+    runner, cache = make(checkpoint, "cpu", torch.float32)
+    runner._tap = LAYERS
+    options = {"overlap": False, "drafter": drafter, "draft_tokens": most, "budget": 40}
+    return generate(runner, cache, prompts, params, **options), drafts, shapes
+
+
+@pytest.mark.parametrize("most", [3, 7])
+def test_drafts_are_those_of_single_passes(checkpoint, head, most):
+    """Greedy and by temperature; prompts in several chunks, rows that end in the middle of a page, rows of
+    different lengths and number."""
+    prompts = prompts_of(5, 37, 16, 60, 3)
+    params = [SamplingParams(temperature=(0.0, 0.8)[i % 2], seed=i, max_tokens=9 + 3 * i) for i in range(5)]
+    plain = run(checkpoint, head, prompts, params, graphs=False, most=most)
+    found = run(checkpoint, head, prompts, params, graphs=True, most=most)
+    assert found[0] == plain[0]
+    assert found[1] == plain[1] and sum(map(len, found[1].values())) > 100
+    assert len(found[2]) > 20 and {shape.rows for shape in found[2]} >= {1, 8}
+
+
+@pytest.mark.parametrize("limits", [{}, {"pages": 7}, {"slots": 3}])
+def test_texts_are_those_without(checkpoint, head, limits):
+    prompts, params = prompts_of(*range(3, 33, 3)), parameters()
+    runner, cache = make(checkpoint, "cpu", torch.float32)
+    expected = generate(runner, cache, prompts, params, overlap=False)
+    outputs, drafts, shapes = run(checkpoint, head, prompts, params, graphs=True, most=5, **limits)
+    assert outputs == expected
+    assert shapes and any(drafts.values())
+
+
+def test_shapes_have_room(head):
+    pool = PagePool(PoolLayout.of(head.caches, 16, torch.float32), 8, torch.device("cpu"), spare=1)
+    attention = ModelAttention(pool, head.heads, head.attention_options, *(PlainPagedAttention,) * 2)
+    graphs = HeadGraphs(head, attention, CONTEXT, DRAFTS[-1], 48)
+    for rows in range(1, 49):
+        for drafts in range(1, 8):
+            shape = graphs.shape(rows, drafts)
+            assert shape is not None and shape.rows >= rows and shape.drafts >= drafts
+            assert shape.rows < 2 * rows and shape.drafts <= drafts + 1
+    assert graphs.shape(65, 1) is None and graphs.shape(1, 8) is None
+
+
+def test_tokens_by_temperature_are_the_samplers():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(64, 5000, generator=generator) * 4
+    sampler = Sampler(64, 5000, torch.device("cpu"))
+    temperatures = [0.0, 0.3, 1.0, 1.7] * 16
+    for slot, temperature in enumerate(temperatures):
+        params = SamplingParams(temperature=temperature)
+        sampler.init(SlotInit(slot, params, 1000 + slot, (), ()))
+    slots, positions = np.arange(64), np.arange(64) * 3 + 5
+    expected = sampler.sample(logits.clone(), slots, positions)
+    result = torch.empty(64, 2, dtype=torch.int32)
+    keys = row_keys(np.arange(1000, 1064, dtype=np.uint64), positions.astype(np.uint64))
+    sample_by_temperature(logits, torch.tensor(temperatures), torch.from_numpy(keys), result)
+    assert result[:, 0].tolist() == expected.tokens.tolist()
+    assert torch.equal(result[:, 1].contiguous().view(torch.float32), logits.amax(-1))
