@@ -92,15 +92,17 @@ SPECIAL = {
 }
 TOKENIZER_VOCAB = 264
 CHAT_TEMPLATE = (
-    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n"
-    "{%- endif %}{%- for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{%- if tools %}<|im_start|>system{{ '\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "<|im_end|>{{ '\\n' }}"
+    "{%- endif %}{%- for message in messages %}<|im_start|>{{ message.role }}{{ '\\n' }}"
     "{%- if message.content is string %}{{ message.content }}{%- else %}{%- for part in message.content %}"
     "{%- if part.type == 'image' or 'image' in part or 'image_url' in part %}"
     "<|vision_start|><|image_pad|><|vision_end|>{%- elif 'text' in part %}{{ part.text }}{%- endif %}"
     "{%- endfor %}{%- endif %}"
     "{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
     "{%- endfor %}"
-    "<|im_end|>\n{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+    "<|im_end|>{{ '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{%- endif %}"
 )
 """As Qwen3-VL's, shortened."""
 

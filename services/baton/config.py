@@ -363,6 +363,9 @@ class GatewayConfig(NodeConfig):
     """Open streams of one API key at most; its line in the file may say otherwise."""
     omit_images: bool = False
     """Tell the model that an image was there, rather than show it, or refuse it where no model sees."""
+    media_hosts: tuple[str, ...] = ()
+    """Hosts, as name or name:port, whose images are fetched over https when requests give their address;
+    none: none are. Only public addresses are connected to, and no redirect is followed."""
     image_memory_mib: int = 1024
     """Memory for the images of running requests, resized as the model wants them; further ones are refused
     (429). Those of earlier requests stay while there is room."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import io
 import json
 import random
 import re
+from contextlib import nullcontext
 
 import grpc
 import httpx
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from gateway_rig import Stream, gateway, tokenizer
 from PIL import Image
 from scripted_decode import STOP, ScriptedDecode, saying
 
+from baton.cli.main import cli
+from baton.client import AsyncClient
 from baton.rpc.channel import open_channel
 from baton.v1 import inference_pb2, pictures_pb2, pictures_pb2_grpc, tokenizer_pb2
 from vision_models import IMAGE_TOKEN, TOKENIZER_VOCAB, processor, save_vision_config
@@ -328,3 +333,32 @@ async def test_nothing_of_an_image_is_logged(rig, capfd):
     await rig.client.post("/v1/chat/completions", json={"model": "scripted", **chat(ONE)})
     said = "".join(capfd.readouterr())
     assert base64.b64encode(ONE).decode()[:20] not in said and json.dumps(ONE.decode("latin-1")) not in said
+
+
+async def test_the_client_and_the_commands_send_images(rig, tmp_path, monkeypatch):
+    monkeypatch.setattr("baton.cli.generate.interrupt_closes", nullcontext)  # of the main thread
+    address = rig.node.address
+    parts = ["What is ", ONE, " and ", TWO, "?"]
+    async with AsyncClient(address) as client:
+        await client.generate(messages=[{"role": "user", "content": parts}])
+    check_spans(rig.decode.starts[-1], [ONE, TWO])
+    text = rig.text(rig.decode.starts[-1].token_ids)
+    assert (
+        text.startswith("<|im_start|>user\nWhat is <|vision_start|>")
+        and text.count("<|vision_end|> and") == 1
+    )
+    paths = [tmp_path / "one.png", tmp_path / "two.png"]
+    for path, data in zip(paths, (ONE, TWO), strict=True):
+        path.write_bytes(data)
+
+    async def command(*words, **options):
+        flags = ["--server", address, *(word for path in paths for word in ("--image", str(path)))]
+        run = CliRunner().invoke
+        result = await asyncio.to_thread(run, cli, [*words, *flags], catch_exceptions=False, **options)
+        assert result.exit_code == 0, result.output
+        return rig.decode.starts[-1]
+
+    check_spans(await command("generate", "Which?"), [ONE, TWO])
+    check_spans(await command("chat", input=f"Which?\n/image {paths[0]}\nAnd?\n"), [ONE, TWO, ONE])
+    gone = await asyncio.to_thread(CliRunner().invoke, cli, ["generate", "x", "--image", "/nowhere.png"])
+    assert gone.exit_code == 2 and "/nowhere.png" in gone.output

@@ -7,7 +7,8 @@ import select
 import signal
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -30,6 +31,28 @@ sampling_options = options(
     option("--stop", str, (), "End before this text; repeatable.", "TEXT", multiple=True),
 )
 """Common sampling parameters; the server has the defaults."""
+
+
+image_option = click.option(
+    "--image",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="An image that the model sees before the text; repeatable.",
+)
+
+
+def read_image(path: Path) -> bytes:
+    """Ends the command if the file cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}")
+
+
+def _user(text: str, images: Iterable[bytes]) -> Message:
+    content: list[str | bytes] = [*images]
+    return {"role": "user", "content": [*content, text] if content else text}
 
 
 def given_options(sampling: dict[str, Any]) -> Options:
@@ -61,19 +84,25 @@ def stats_table(answers: list[tuple[str, StreamedAnswer]]) -> Table:
 @click.argument("prompt")
 @server_option
 @click.option("--chat", is_flag=True, help="Send the prompt as a chat message, through the model's template.")
+@image_option
 @sampling_options
 @click.option("--stats", is_flag=True, help="Print latencies, tokens and cache hits to stderr.")
-def generate(prompt: str, server: str, chat: bool, stats: bool, **sampling: Any) -> None:
+def generate(
+    prompt: str, server: str, chat: bool, image: tuple[Path, ...], stats: bool, **sampling: Any
+) -> None:
     """Stream the continuation of PROMPT to stdout; '-' reads it from stdin.
 
     \b
     Examples:
       baton generate "textwrap.dedent(text)" --max-tokens 64
       baton generate "Hello!" --chat --temperature 0 --stats
+      baton generate "What is this?" --image picture.png
       baton generate - < prompt.txt
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    question: dict[str, Any] = {"messages": text} if chat else {"prompt": text}
+    question: dict[str, Any] = {"prompt": text}
+    if chat or image:
+        question = {"messages": [_user(text, map(read_image, image))]}
     try:
         with Client(server) as client, client.stream(**question, **given_options(sampling)) as stream:
             answer = collect(stream, show=True)
@@ -84,7 +113,10 @@ def generate(prompt: str, server: str, chat: bool, stats: bool, **sampling: Any)
         Console(stderr=True).print(stats_table([("generate", answer)]))
 
 
-HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+HELP = (
+    "/image FILE shows an image with the next message, /new starts over, /quit (or Ctrl-D) leaves, "
+    "Ctrl-C stops an answer."
+)
 PASTE_SECONDS = 0.05
 """Longest pause between the lines of a pasted text."""
 
@@ -147,7 +179,9 @@ def _input_pending() -> bool:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
-def _talk(client: Client, server: str, system: str, sampling: dict[str, Any], stats: bool) -> None:
+def _talk(
+    client: Client, server: str, system: str, images: list[bytes], sampling: dict[str, Any], stats: bool
+) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing and history in input()
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -167,11 +201,17 @@ def _talk(client: Client, server: str, system: str, sampling: dict[str, Any], st
         if line == "/new":
             session.close()
             session, new = client.session(), list(opening)
+        elif line.startswith("/image "):
+            path = Path(line.removeprefix("/image ").strip()).expanduser()
+            try:
+                images.append(path.read_bytes())
+            except OSError as error:
+                click.secho(f"cannot read {path}: {error.strerror}", fg="red")
         elif line.startswith("/"):
             click.secho(HELP, dim=True)
         elif line:
             try:
-                answer = turn(session, [*new, {"role": "user", "content": line}], sampling)
+                answer = turn(session, [*new, _user(line, images)], sampling)
             except BatonError as error:
                 if error.code is grpc.StatusCode.UNAVAILABLE:
                     fail(explain(error, server))
@@ -181,6 +221,7 @@ def _talk(client: Client, server: str, system: str, sampling: dict[str, Any], st
                 click.secho("\n(stopped; this turn is not remembered)", dim=True)
                 continue
             new = []
+            images.clear()
             write("\n")
             if stats:
                 click.secho(_stats(answer), dim=True)
@@ -192,10 +233,11 @@ def _talk(client: Client, server: str, system: str, sampling: dict[str, Any], st
 @click.option(
     "--system", default="", metavar="TEXT", help="A system message at the beginning of the conversation."
 )
+@image_option
 @sampling_options
 @click.option("--stats", is_flag=True, help="Print latencies and cached tokens after each answer.")
-def chat(server: str, system: str, stats: bool, **sampling: Any) -> None:
-    """Talk with the model. The KV of earlier turns is reused.
+def chat(server: str, system: str, image: tuple[Path, ...], stats: bool, **sampling: Any) -> None:
+    """Talk with the model. The KV of earlier turns is reused. Images are shown with the first message.
 
     \b
     Examples:
@@ -206,6 +248,6 @@ def chat(server: str, system: str, stats: bool, **sampling: Any) -> None:
     try:
         with Client(server) as client:
             client.models()  # fails at once if there is no gateway
-            _talk(client, server, system, sampling, stats)
+            _talk(client, server, system, [*map(read_image, image)], sampling, stats)
     except BatonError as error:
         fail(explain(error, server))

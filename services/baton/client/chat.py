@@ -51,7 +51,13 @@ def chat_prompt(arguments: Arguments) -> tokenizer_pb2.ChatPrompt | None:
 
 
 def _message(message: Message) -> tokenizer_pb2.ChatMessage:
-    made = tokenizer_pb2.ChatMessage(role=message["role"], content=message.get("content") or "")
+    made = tokenizer_pb2.ChatMessage(role=message["role"])
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        made.content = content
+    else:
+        for part in content:
+            made.parts.add(**({"text": part} if isinstance(part, str) else {"image": part}))
     for name in ("name", "tool_call_id", "reasoning"):
         value = message.get(name)
         if value is not None:

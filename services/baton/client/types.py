@@ -48,7 +48,8 @@ class Message(TypedDict):
     """A chat message. role: "system", "user", "assistant" or "tool"."""
 
     role: str
-    content: NotRequired[str | None]
+    content: NotRequired[str | Sequence[str | bytes] | None]
+    """A text; or texts and images, in order: an image is the bytes of its file."""
     name: NotRequired[str]
     """The author's."""
     tool_calls: NotRequired[Sequence[ToolCall]]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from baton.gateway.media_fetch import MediaFetcher
 from baton.pictures.data_uri import MOST_BYTES
 from baton.pictures.decoder import Picture, PictureBusy, PictureDecoder
 from baton.pictures.settings import PictureError, PictureSettings
@@ -40,9 +41,15 @@ class PictureStore:
     """Within a bound for all requests. An image that no request holds any more stays until there is no room:
     most come again with the next turn of their conversation. Used on one event loop only."""
 
-    def __init__(self, max_bytes: int, counted: Callable[[str], None] = lambda outcome: None) -> None:
-        """max_bytes: of resized pixels. counted: called for each image that is wanted, with "decoded", "kept"
-        or "refused"."""
+    def __init__(
+        self,
+        max_bytes: int,
+        media: MediaFetcher,
+        counted: Callable[[str], None] = lambda outcome: None,
+    ) -> None:
+        """max_bytes: of resized pixels. media: fetches images that are given by address. counted: called for
+        each image that is wanted, with "decoded", "kept" or "refused"."""
+        self._media = media
         self._max_bytes = max_bytes
         self._counted = counted
         self._bytes = 0
@@ -66,6 +73,14 @@ class PictureStore:
 
     async def name(self, data: bytes, owner: bytes, namespace: str) -> PictureName:
         return PictureName(owner, namespace, await asyncio.to_thread(lambda: sha256(data).digest()))
+
+    async def fetch(self, url: str, place: str) -> bytes:
+        """The file at an address. place: of the image, for errors. Raises BatonError."""
+        try:
+            return await self._media.fetch(url)
+        except PictureError as error:
+            self._counted("refused")
+            raise invalid(place, f"{place} {error}", "IMAGE") from None
 
     async def hold(
         self, name: PictureName, data: bytes | None, settings: PictureSettings, place: str
@@ -147,6 +162,10 @@ class PictureLease:
         self._owner, self._namespace = owner, namespace
         self._held: list[Picture] = []
         self._released = False
+
+    async def fetch(self, url: str, place: str) -> bytes:
+        """The file of an image that is given by address. Raises BatonError."""
+        return await self._store.fetch(url, place)
 
     async def add(
         self, file: bytes, settings: PictureSettings, place: str, *, known: bool = False

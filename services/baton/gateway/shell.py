@@ -13,6 +13,7 @@ from baton.gateway import admission
 from baton.gateway.authentication import ApiKey
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.decode_client import DecodeClient
+from baton.gateway.media_fetch import MediaFetcher
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.pictures import PictureStore
 from baton.gateway.prompts import GatewaySession, prompt_for_log
@@ -49,7 +50,9 @@ class GatewayShell(GatewayRuntime):
         self.config = config
         self.tokenizer = tokenizer
         self.metrics = GatewayMetrics(config.ttft_target_seconds, config.itl_target_seconds)
-        self.pictures = PictureStore(config.image_memory_mib * 2**20, self.metrics.image)
+        self.pictures = PictureStore(
+            config.image_memory_mib * 2**20, MediaFetcher(config.media_hosts), self.metrics.image
+        )
         self.recorder = Recorder(config.recorder_events, self.clock)
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
         self.router = Router(config.routing, self.clock)
