@@ -1,6 +1,6 @@
 """Pictures of the live page, for the documentation: both themes, of a deployment under load.
 
-    python tools/page_screenshots.py docs/images [REQUESTS_PER_SECOND]
+    python tools/page_screenshots.py docs/pictures [REQUESTS_PER_SECOND]
 
 Starts the demo model on two prefill and two decode nodes, sends it requests for a minute, and lets headless
 Chromium (Debian: chromium, chromium-driver; fonts-inter for the pictures' font) look at it. Writes

@@ -150,7 +150,7 @@ class PictureStore:
                 del self._names[name]
         if self._bytes + size > self._max_bytes:
             text = f"{place}: images of running requests fill the {self._max_bytes >> 20} MiB that they may"
-            raise exhausted(f"{text} take (--image-memory): send it again later", "PICTURES_FULL", 1000)
+            raise exhausted(f"{text} take (--image-memory-mib): send it again later", "PICTURES_FULL", 1000)
 
 
 class PictureLease:
