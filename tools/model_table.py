@@ -61,13 +61,18 @@ KINDS = tuple(
         ("does not run with paged attention", "does not run with paged attention"),
         ("transformers cannot make the model", "transformers cannot make a model of its defaults"),
         (
-            "no default configuration|Config' object has no|instances of 'int' and 'NoneType'",
+            "no default configuration|Multiple valid text configs|Config' object has no"
+            "|instances of 'int' and 'NoneType'",
             "no default configuration that can be used",
         ),
         ("layers attend|attends more than once|attend outside", "its layers attend otherwise than once each"),
         ("that its attention function is not told of", "its attention is not told of its layers' kinds"),
         ("heads of different", "layers with heads of different sizes"),
         ("no layer attends to tokens", "recurrent layers alone, as transformers' defaults have them"),
+        (
+            "over the paged pool its logits differ",
+            "over the paged pool its logits differ (found when it is loaded)",
+        ),
         ("holds unexpected tensor", "its checkpoint holds unexpected tensors"),
     )
 )
