@@ -18,7 +18,8 @@ from baton.step_cost import CostCalibration, StepLoad, chunk_pairs
 
 FIRST_SECONDS = 5.0
 """After the start: the other processes of a deployment are ready by then."""
-AGAIN_SECONDS = 300.0
+AGAIN_SECONDS = 1200.0
+"""Two seconds each time: of two workers of two threads under 1 % of a core."""
 STEPS = 200
 """Each time, in about two seconds altogether: decode rows and prompt chunks in turn."""
 TURN_SECONDS = 0.1
