@@ -12,6 +12,7 @@ from random_checkpoints import (
 )
 from transformers import (
     BambaConfig,
+    FalconH1Config,
     GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -59,6 +60,26 @@ _GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.1,
     "logits_scaling": 0.5,
+}
+_FALCON = {
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_norm_before_gate": False,
+    "embedding_multiplier": 1.5,
+    "lm_head_multiplier": 0.7,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 1.2,
+    "mlp_multipliers": [0.9, 1.3],
+    "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
 }
 VARIANTS = {
     "qwen3-next": (Qwen3NextConfig, {**_HYBRID, **_EXPERTS, "mlp_only_layers": [1]}),
@@ -110,6 +131,11 @@ VARIANTS = {
             "max_position_embeddings": 512,
             "pad_token_id": None,
         },
+    ),
+    "falcon-h1": (FalconH1Config, _FALCON),
+    "falcon-h1-norm": (
+        FalconH1Config,
+        {**_FALCON, "mamba_rms_norm": True, "mamba_proj_bias": True, "tie_word_embeddings": True},
     ),
     "lfm2": (Lfm2Config, {**_LFM2, "conv_bias": True, "block_multiple_of": 8}),
     "lfm2-moe": (

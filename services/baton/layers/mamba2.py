@@ -52,10 +52,13 @@ class Mamba2(RecurrentModule):
         eps: float,
         *,
         bias: bool = False,
+        output_bias: bool | None = None,
         convolution_bias: bool = True,
         step_limits: tuple[float, float] = (0.0, inf),
+        norm: bool = True,
     ) -> None:
-        """`bias`: of the projections; `step_limits`: least and largest size of a token's step. Raises
+        """`bias`: of the projections, but for the last where `output_bias` says otherwise; `step_limits`:
+        least and largest size of a token's step; `norm` false: there is a gate alone. Raises
         CheckpointError."""
         heads = shape.heads
         if shape.groups < 1 or heads % shape.groups:
@@ -72,8 +75,9 @@ class Mamba2(RecurrentModule):
         parameters.add("A_log", self.decay, fill="ones", convert=lambda log: log.float().exp())
         parameters.add("dt_bias", self.step_bias, fill="ones")
         parameters.add("D", self.skip, fill="ones")
-        self.norm = parameters.tensor("norm.weight", shape.inner, fill="ones")
-        self.output = parameters.linear({"out_proj": hidden}, shape.inner, bias)
+        self.norm = parameters.tensor("norm.weight", shape.inner, fill="ones") if norm else None
+        of_output = bias if output_bias is None else output_bias
+        self.output = parameters.linear({"out_proj": hidden}, shape.inner, of_output)
 
     def advance(
         self, projected: torch.Tensor, states: Sequence[torch.Tensor]
@@ -94,6 +98,8 @@ class Mamba2(RecurrentModule):
         out, after = scan(q, k, x * step, decay, by_group)
         out = out + self.skip.view(shape.groups, -1, 1, 1) * x
         out = out.flatten(1, 2).transpose(1, 2).flatten(2) * F.silu(gate.float())
+        if self.norm is None:
+            return out.to(projected.dtype), (after.flatten(1, 2), window)
         own = shape.inner // shape.groups
         out = F.rms_norm(out.reshape(*out.shape[:2], -1, own), (own,), None, self.eps)
         return out.flatten(2).to(projected.dtype) * self.norm, (after.flatten(1, 2), window)

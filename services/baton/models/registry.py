@@ -15,6 +15,7 @@ FAMILIES: dict[str, str] = {
     "BambaForCausalLM": "bamba",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "FalconH1ForCausalLM": "falcon_h1",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
