@@ -209,6 +209,16 @@ def test_what_other_sequences_had_computed_is_not_computed_again(checkpoint):
     drafter._slots.check()
 
 
+def test_what_is_no_number_is_not_found_again(broken):
+    drafter, starts = Counting(broken).drafter, []
+    launch = drafter._runner.launch
+    drafter._runner.launch = lambda plan: starts.append(plan.rows[0].start) or launch(plan)
+    for _ in range(2):
+        request = EngineRequest("a", tuple(prompts_of(50)[0]), SamplingParams(temperature=0.0))
+        drafter.prepare([(request.sequences[0], 1)])
+    assert starts == [0, 0]
+
+
 def test_a_sequence_longer_than_it_knows(checkpoint):
     drafter = Counting(checkpoint).drafter
     drafter._context = 40
