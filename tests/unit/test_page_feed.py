@@ -13,6 +13,7 @@ import pytest
 
 from baton.api.page.app import STATIC, PageApp
 from baton.api.page.feed import Feed
+from baton.api.page.frames import process_json
 from baton.api.page.processes import WatchedProcess
 from baton.config import GatewayConfig
 from baton.gateway.authentication import GatewayAuthentication
@@ -54,6 +55,15 @@ async def test_the_answer_to_head_ends(gateway):
             )
         assert (await http.post("/page/events")).status_code == 405
         assert (await http.get("/page/events", headers={"host": "example.org"})).status_code == 403
+
+
+def test_tokens_of_rows_with_drafts():
+    process = WatchedProcess("decode", "127.0.0.1:1")
+    process.load = node_pb2.Load(accepted_drafts=30, drafter="suffix", drafted_places=[20, 5])
+    found = process_json(process)
+    assert (found["tokens_a_row"], found["drafter"]) == (2.5, "suffix")
+    process.load = node_pb2.Load(drafter="suffix", drafted_places=[0, 0])
+    assert "tokens_a_row" not in process_json(process)
 
 
 def test_a_process_that_is_silent_once_is_not_taken_for_lost():

@@ -228,3 +228,16 @@ def test_events_since_a_time():
     assert [event.number for event in recorder.since(1.0)] == [1, 2, 3], "the ring holds three"
     assert [event.number for event in recorder.since(2.0)] == [3]
     assert recorder.since(3.0) == []
+
+
+def test_tokens_a_step_where_guesses_were_right():
+    """Of 9 tokens 5 were guessed: 4 steps. Without right guesses nothing is said."""
+    for right, detail in ((5, "2.25 tokens a step"), (0, "")):
+        decode = events(DECODE_EVENTS)
+        decode[-1] = decode[-1]._replace(number=9, size=right)
+        found = timeline(events(GATEWAY_EVENTS), [Recorded(DECODE, decode)], 20.0)
+        (phase,) = [phase for phase in found.phases if phase.name == "decode"]
+        assert phase.detail == detail
+    running = [*events(DECODE_EVENTS)[:-1], Event(13.0, EventKind.TOKENS, 5, 1, number=16, size=8)]
+    found = timeline(events(GATEWAY_EVENTS)[:-1], [Recorded(DECODE, running)], 13.5)
+    assert found.phases[-1].detail == "2.00 tokens a step"

@@ -300,8 +300,17 @@ class _Path:
             self._running = self._token = True
             if self._first:
                 self._begin(at, "decode", here)
+        elif kind is EventKind.TOKENS:
+            self._count(event)
         elif kind is EventKind.ENDED:
+            self._count(event)
             self._begin(at, "deliver", here)
+
+    def _count(self, event: Event) -> None:
+        """How many tokens a step of a sequence gave, where some had been guessed."""
+        last = self._phases[-1]
+        if last.name == "decode" and 0 < event.size < event.number:
+            last.detail = f"{event.number / (event.number - event.size):.2f} tokens a step"
 
     def _at_prefill(self, at: float, event: Event) -> None:
         kind, here = event.kind, self._prefill

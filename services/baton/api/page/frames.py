@@ -66,6 +66,9 @@ def process_json(process: WatchedProcess) -> Json:
         found["load"] = {name: getattr(load, name) for name in _LOAD}
         if load.pages.total:
             found["pages"] = {name: getattr(load.pages, name) for name in _PAGES}
+        if sum(load.drafted_places[:1]):
+            found["drafter"] = load.drafter
+            found["tokens_a_row"] = _short(1 + load.accepted_drafts / load.drafted_places[0])
         found["queued_tokens"] = load.queued_tokens
         found["wait"] = load.wait_ms / 1000
         found["step"] = load.step_us / 1e6

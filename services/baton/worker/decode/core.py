@@ -308,7 +308,7 @@ class DecodeCore:
                 self.overload.output.add(event.sequence.num_output)
             state.output_tokens += 1
             if not state.output_tokens % TOKENS_EVERY:
-                self.recording.add(state, EventKind.TOKENS, state.output_tokens)
+                self.recording.tokens(state)
             self.suspects.token(state)
             self.counters.output_tokens += 1
             index = event.sequence.index

@@ -18,16 +18,26 @@ class RequestRecording:
     page_bytes: int
 
     def add(
-        self, state: DecodeRequest, kind: EventKind, number: int = 0, text: str = "", step: int = 0
+        self,
+        state: DecodeRequest,
+        kind: EventKind,
+        number: int = 0,
+        text: str = "",
+        step: int = 0,
+        size: int = 0,
     ) -> None:
         """Some events begin a phase of the request."""
         if kind in PHASES:
             state.enter(PHASES[kind], self.recorder.clock())
         name = (state.gateway, state.key.request, state.attempt)
-        self.recorder.add(kind, *name, number=number, step=step, text=text)
+        self.recorder.add(kind, *name, number=number, size=size, step=step, text=text)
+
+    def tokens(self, state: DecodeRequest) -> None:
+        """It has so many by now."""
+        self.add(state, EventKind.TOKENS, state.output_tokens, size=state.request.accepted_drafts)
 
     def ended(self, state: DecodeRequest, text: str) -> None:
-        self.add(state, EventKind.ENDED, state.output_tokens, text)
+        self.add(state, EventKind.ENDED, state.output_tokens, text, size=state.request.accepted_drafts)
 
     def sent(self, name: AttemptName, address: str) -> None:
         """The prompt, to a prefill node."""

@@ -46,11 +46,12 @@ function queue({ role, load, wait, queued_tokens }) {
   return [words.join(", ") || "empty", more.length ? el("small", {}, more.join(", ")) : null];
 }
 
-function batch({ role, load }) {
+function batch({ role, load, drafter, tokens_a_row }) {
   if (!load) return [];
   if (role === "gateway" || role === "tokenizer") return [plural(load.requests, "request")];
   const more = [load.leases && plural(load.leases, "lease"), load.pulls && plural(load.pulls, "pull"),
-    load.paused && `${load.paused} paused`].filter(Boolean);
+    load.paused && `${load.paused} paused`,
+    drafter && `${tokens_a_row.toFixed(2)} tokens a row with drafts (${drafter})`].filter(Boolean);
   return [plural(load.rows, "row"), more.length ? el("small", {}, more.join(", ")) : null];
 }
 
