@@ -11,13 +11,14 @@ import grpc.aio
 import numpy as np
 import torch
 
-from baton.config import DecodeConfig, PrefillConfig
+from baton.config import DecodeConfig, EncodeConfig, PrefillConfig
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_status, not_found, unavailable
 from baton.rpc.interceptors import abort
 from baton.rpc.node import run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, pictures_pb2, pictures_pb2_grpc
 from baton.worker.decode.server import DecodeNode
+from baton.worker.encode.server import EncodeNode
 from baton.worker.prefill.server import PrefillNode
 from vision_models import IMAGE_TOKEN, MERGE, PATCH, processor
 
@@ -97,6 +98,8 @@ class Cluster:
         self.pictures_address = ""
         self.prefill: list[PrefillNode] = []
         self.decode: list[DecodeNode] = []
+        self.encode: list[EncodeNode] = []
+        self.encoders: list[str] = []
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._numbers = 0
 
@@ -137,6 +140,7 @@ class Cluster:
                 "token_ids": prompt.tokens,
                 "images": prompt.images,
                 "pictures": self.pictures_address if prompt.images else "",
+                "encoders": self.encoders if prompt.images else [],
                 "prefill": [node._address for node in self.prefill],
                 "local_prefill_tokens": 0,
                 "sampling": sampling,
@@ -154,7 +158,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running(path, *, prefill=1, decode=1, prefill_options=(), decode_options=(), **options):
+async def running(path, *, prefill=1, decode=1, encode=0, prefill_options=(), decode_options=(), **options):
     made = {"model": str(path), "http_port": 0, "threads": 1, "page_size": 4, "kv_tokens": 2048}
     made |= {"token_budget": 16, "max_rows": 8, "transports": ("grpc",), **options}
     cluster = Cluster()
@@ -169,10 +173,13 @@ async def running(path, *, prefill=1, decode=1, prefill_options=(), decode_optio
         ]
         cluster.decode += [DecodeNode(DecodeConfig(**made | dict(decode_options))) for _ in range(decode)]
         stop, tasks = asyncio.Event(), []
-        for node in cluster.nodes:
+        config = EncodeConfig(model=str(path), http_port=0, threads=1)
+        cluster.encode += [EncodeNode(config) for _ in range(encode)]
+        for node in [*cluster.encode, *cluster.nodes]:
             ready = asyncio.Event()
             tasks.append(asyncio.create_task(run_node(node, node.config, ready=ready, stop=stop)))
             await asyncio.wait_for(ready.wait(), 60)
+        cluster.encoders = [node.address for node in cluster.encode]
         try:
             yield cluster
             for node in cluster.nodes:

@@ -224,6 +224,24 @@ class WorkerConfig(NodeConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeConfig(NodeConfig):
+    """An encode node: the part of a model that sees, for prompts with images."""
+
+    model: str = "demo"
+    """Directory or Hugging Face id of a model that sees."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """"auto": safetensors; "dummy": random weights."""
+    device: str = "auto"
+    """"auto", "cpu" or "cuda[:index]"."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """As of the workers: others' embeddings are not used."""
+    threads: int = 0
+    """Threads of tensor operations on a CPU; 0: all cores."""
+    embeddings_mib: int = 1024
+    """Memory of the host for embeddings of images that may come again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
     lease_grace_seconds: float = 10.0
     """A lease ends this long after its holder's last heartbeat."""

@@ -50,7 +50,7 @@ async def test_tokens_are_those_of_transformers_by_every_route(saved, transport)
         assert cluster.stats.pulled_pages and cluster.stats.transport == transport
         fetched = len(cluster.pictures.fetched)
         assert fetched == len(set(cluster.pictures.fetched))
-        assert not first.engine.images.encoded and first._contents.used == 0
+        assert not first.engine.images.encoded and first._images.contents.used == 0
         again = await cluster.ask(first, *prompts, count=OUTPUT)
         assert again == split and len(cluster.pictures.fetched) == fetched  # cached
         local = await cluster.ask(second, *prompts, count=OUTPUT, **LOCAL)
@@ -58,7 +58,7 @@ async def test_tokens_are_those_of_transformers_by_every_route(saved, transport)
         forked = await cluster.ask(first, prompts[0], prompts[4], count=20, n=3)
         assert forked == [[wanted[0][:20]] * 3, [wanted[4][:20]] * 3]
         gc.collect()
-        await until(lambda: not any(node._contents.used for node in cluster.nodes))
+        await until(lambda: not any(node._images.contents.used for node in cluster.nodes))
 
 
 async def test_a_request_goes_on_at_another_node_after_any_token(saved):
@@ -127,7 +127,7 @@ async def test_there_is_room_for_some_pixels_at_a_time(saved):
     path, model = saved
     async with running(path, prefill=0) as cluster:
         (node,) = cluster.decode
-        node._contents._room = 3 * 40 * 40
+        node._images.contents._room = 3 * 40 * 40
         prompts = [cluster.prompt(4, (40, 32), 5, seed=seed) for seed in range(40, 44)]
         wanted = [[prompt.greedy(model, 4)] for prompt in prompts]
         assert await cluster.ask(node, *prompts, count=4) == wanted

@@ -68,6 +68,9 @@ class VisionTower(Protocol):
     """Patches of an image's height, and of its width, that make one token."""
     patch: int
     """Pixels of a patch's height and width."""
+    values: int
+    """That `encode` makes of a token, in all parts."""
+    dtype: torch.dtype
 
     def encode(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """uint8 [height, width, 3] each -> of each `InputEmbeddings.rows`, [1 + k, tokens, hidden], its

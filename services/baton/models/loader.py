@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -363,12 +363,15 @@ def indivisible(specs: Sequence[CacheSpec], tp: int, kv_dtype: str) -> str | Non
     return None
 
 
-def fill_at_random(parameters: Parameters, report: LoadingProgress) -> None:
-    """Normal with deviation 1 / sqrt(inputs), so that activations neither vanish nor explode."""
+def fill_at_random(
+    parameters: Parameters, report: LoadingProgress, seeds: Mapping[str, int] | None = None
+) -> None:
+    """Normal with deviation 1 / sqrt(inputs), so that activations neither vanish nor explode. `seeds`: of a
+    part of a model, the place of each tensor in the whole."""
     progress = _CopyProgress(parameters.nbytes, report)
     filling = Filling()
-    for index, parameter in enumerate(parameters.table.values()):
-        target = parameter.target
+    for place, (name, parameter) in enumerate(parameters.table.items()):
+        target, index = parameter.target, place if seeds is None else seeds[name]
         if isinstance(target, QuantizedWeight):
             generator = torch.Generator(target.device).manual_seed(index)
             noise = torch.randn(target.shape, generator=generator, device=target.device)

@@ -15,7 +15,7 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     module = qwen3_moe if "Moe" in config.architecture else qwen3
     decoder: Decoder = module.build(config, parameters, _rope(config))
     vision = config.whole.vision_config
-    decoder.vision = Qwen3VLVisionTower(vision, parameters.under("model.visual"))
+    decoder.vision = build_vision(config, parameters)
     if vision.out_hidden_size != config.hidden_size:
         raise ModelError(
             f"out_hidden_size of vision_config is {vision.out_hidden_size}; it must be the language model's "
@@ -26,6 +26,11 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
             "deepstack_visual_indexes of vision_config names more layers than the language model has"
         )
     return decoder
+
+
+def build_vision(config: ModelConfig, parameters: Parameters) -> Qwen3VLVisionTower:
+    """The tower alone, for encode nodes."""
+    return Qwen3VLVisionTower(config.whole.vision_config, parameters.under("model.visual"))
 
 
 def _rope(config: ModelConfig) -> Rope:

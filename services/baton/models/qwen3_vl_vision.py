@@ -38,7 +38,7 @@ class Qwen3VLVisionTower:
         if self._hidden % (4 * self._heads):
             raise ModelError("hidden_size of vision_config must be a multiple of 4 times num_heads")
         self._theta = (hf.rope_parameters or {}).get("rope_theta", 10000.0)
-        self._device, self._dtype = parameters.device, parameters.dtype
+        self._device, self.dtype = parameters.device, parameters.dtype
         shape = torch.Size((self._hidden, 3, self._frames, self.patch, self.patch))
         self._projection = parameters.empty(self._hidden, shape[1:].numel())
         parameters.add("patch_embed.proj.weight", self._projection, shape=shape, convert=_flat)
@@ -54,6 +54,7 @@ class Qwen3VLVisionTower:
             for at, layer in enumerate(hf.deepstack_visual_indexes)
         }
         """By the tower's layer whose output it reads."""
+        self.values = (1 + len(self._deep)) * hf.out_hidden_size
 
     @torch.inference_mode()
     def encode(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -62,7 +63,7 @@ class Qwen3VLVisionTower:
         grids = [(image.shape[0] // self.patch, image.shape[1] // self.patch) for image in images]
         patches = torch.cat([self._patches(image.to(self._device)) for image in images])
         places = [self._places(*grid) for grid in grids]
-        hidden = F.linear(patches.to(self._dtype), self._projection, self._projection_bias)
+        hidden = F.linear(patches.to(self.dtype), self._projection, self._projection_bias)
         hidden = hidden + torch.cat([self._learned(*each) for each in zip(grids, places, strict=True)])
         rotation = self._rotation(torch.cat(places))
         features = []
@@ -102,7 +103,7 @@ class Qwen3VLVisionTower:
         for y, of_y in ((low[:, 0], 1 - share[0]), (high[:, 0], share[0])):
             for x, of_x in ((low[:, 1], 1 - share[1]), (high[:, 1], share[1])):
                 total += self._positions[y * self._side + x].float() * (of_y * of_x)[:, None]
-        return total.to(self._dtype)
+        return total.to(self.dtype)
 
     def _rotation(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For `apply_rope`, [patches, 1, dim] each, in float32: the first half of a head's pairs is turned by

@@ -34,6 +34,7 @@ from baton.models.config import ModelError
 from baton.models.decoder import LanguageModel
 from baton.models.kv_scales import digest
 from baton.models.pooling_config import read_pooling
+from baton.models.vision import tower_fingerprint
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -108,6 +109,8 @@ class Engine:
     """The one with a model of its own; None: there is none."""
     images: ImageEncoder | None
     """None: prompts with images are refused."""
+    tower: str
+    """Fingerprint of the model's vision tower; empty: there is none."""
 
     @property
     def pages(self) -> PageStore:
@@ -280,6 +283,7 @@ def _build_ranked(
         host_memory=host_memory,
         drafter=drafter,
         images=images,
+        tower="" if images is None else tower_fingerprint(path, model.dtype, device, config.load_format),
     )
 
 

@@ -36,7 +36,7 @@ from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.embedder import Embedder
 from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, step_limits
-from baton.worker.images.contents import ImageContents
+from baton.worker.images.requests import ImageRequests
 from baton.worker.kv_event_publisher import KvEventPublisher, check_kv_events
 from baton.worker.lease_stream import LeaseStream
 from baton.worker.load import add_grammars, add_sharing, add_step_cost, page_map_message, snapshot
@@ -98,7 +98,7 @@ class WorkerNode(WorkerShell[C]):
         self._stopping = threading.Event()
         self._registration: Registration | None = None
         self._kv_events: KvEventPublisher | None = None
-        self._contents: ImageContents | None = None
+        self._images: ImageRequests | None = None
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class WorkerNode(WorkerShell[C]):
         self.engine.ranks.watch(self._rank_lost)
         self._embedder = Embedder(self.config, self.steps, self.model_info)
         if self.engine.images is not None:
-            self._contents = ImageContents(self, self.engine.images, self.cluster.dial)
+            self._images = ImageRequests.of_engine(self, self.engine, self.cluster.dial)
         self.observe()
         self.steps.call(lambda core, now: use_device(self.engine.device))
         self.steps.start()
@@ -195,8 +195,8 @@ class WorkerNode(WorkerShell[C]):
         if self.core_or_none is not None:
             await asyncio.to_thread(self.steps.stop)
         await self.tasks.close()
-        if self._contents is not None:
-            await self._contents.close()
+        if self._images is not None:
+            await self._images.contents.close()
         if self.core_or_none is not None:
             self.engine.close()
 
@@ -302,8 +302,8 @@ class WorkerNode(WorkerShell[C]):
             self.spawn(self._await_grammar(self.engine.grammars, future, done), "grammar")
 
     def want_images(self, request: EngineRequest, images: tuple[ImageSpan, ...]) -> None:
-        assert self._contents is not None, "refused by check_start"
-        self.post(self._contents.want, request, images)
+        assert self._images is not None, "refused by check_start"
+        self.post(self._images.want, request, images)
 
     async def _await_grammar(
         self,

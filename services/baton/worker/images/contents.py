@@ -5,25 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from baton.engine.image_spans import ImageContent, ImageSource, ImageSpan
-from baton.engine.images import ImageEncoder
-from baton.engine.request import EngineRequest
+from baton.engine.images import EmbeddingCache
+from baton.models.decoder import VisionTower
 from baton.rpc.channel import Dial
 from baton.rpc.errors import BatonError, deadline_exceeded, exhausted, invalid
-from baton.rpc.logs import get_logger
-from baton.worker.core import FetchedImages, NoImages
-from baton.worker.images.picture_client import PictureClient, Pixels
-from baton.worker.shell import WorkerShell
-
-_log = get_logger()
+from baton.worker.images.encoder_client import EncoderClient
+from baton.worker.images.picture_client import PictureClient
 
 ROOM_BYTES = 2 * 2**30
-"""Of pixels that requests hold, or that are on their way."""
+"""Of contents that requests hold, or that are on their way."""
+
+
+class Spawn(Protocol):
+    """Runs a coroutine on the event loop: rpc.tasks.Tasks.spawn."""
+
+    def __call__(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]: ...
 
 
 class ImageContents:
@@ -32,41 +35,28 @@ class ImageContents:
 
     def __init__(
         self,
-        node: WorkerShell[Any],
-        encoder: ImageEncoder,
+        tower: VisionTower,
+        embeddings: EmbeddingCache,
         dial: Dial,
+        spawn: Spawn,
+        encoders: EncoderClient | None = None,
         room: int = ROOM_BYTES,
     ) -> None:
-        """`encoder`: the one that is to encode them; `room`: bytes."""
-        self._node, self._embeddings, self._client = node, encoder.cache, PictureClient(dial)
-        self._side, self._room = encoder.tower.patch * encoder.tower.merge, room
+        """`tower`: is to encode the images; `embeddings`: of this tower; `encoders`: None: none is asked;
+        `room`: bytes."""
+        self._embeddings, self._pictures, self._encoders = embeddings, PictureClient(dial), encoders
+        self._spawn = spawn
+        self._side, self._room = tower.patch * tower.merge, room
         """Pixels of a token's height and width."""
         self._loop = asyncio.get_running_loop()
-        self._known: weakref.WeakValueDictionary[bytes, Pixels] = weakref.WeakValueDictionary()
-        self._running: dict[tuple[bytes, str], asyncio.Task[Pixels | BatonError]] = {}
-        """By digest and address: one gateway may be lost, or keep an image no more, which another has."""
+        self._known: weakref.WeakValueDictionary[bytes, ImageContent] = weakref.WeakValueDictionary()
+        self._running: dict[tuple[bytes, ImageSource], asyncio.Task[ImageContent | BatonError]] = {}
+        """By digest and source: one gateway may be lost, or keep an image no more, which another has."""
         self.used = 0
-        """Bytes of pixels."""
+        """Bytes of contents."""
         self._turn = asyncio.Lock()
         """Who waits for room waits in order, so that large requests get it, too."""
         self._freed = asyncio.Event()
-
-    def want(self, request: EngineRequest, images: Sequence[ImageSpan]) -> None:
-        """See worker.core.CoreShell.want_images."""
-        self._node.spawn(self._answer(request, images), "images")
-
-    async def _answer(self, request: EngineRequest, images: Sequence[ImageSpan]) -> None:
-        outcome: FetchedImages
-        assert request.image_source is not None
-        try:
-            left = request.deadline - self._node.clock()
-            outcome = await self.of(images, request.image_source, left)
-        except BatonError as error:
-            outcome = NoImages(error.code.name, error.reason, error.message)
-        except Exception as error:
-            _log.exception("images not fetched")
-            outcome = NoImages("INTERNAL", "IMAGES_FAILED", f"{type(error).__name__}: {error}")
-        self._node.steps.call(lambda core, now: core.images_fetched(request, outcome))
 
     async def of(
         self, images: Sequence[ImageSpan], source: ImageSource, seconds: float
@@ -90,7 +80,7 @@ class ImageContents:
 
     async def _fetches(
         self, images: Sequence[ImageSpan], source: ImageSource, found: dict[bytes, ImageContent]
-    ) -> dict[bytes, asyncio.Task[Pixels | BatonError]]:
+    ) -> dict[bytes, asyncio.Task[ImageContent | BatonError]]:
         """Adds what is here to `found`; returns what comes."""
         async with self._turn:
             while True:
@@ -98,7 +88,7 @@ class ImageContents:
                     if (pixels := self._known.get(image.digest)) is not None:
                         found[image.digest] = self._check(pixels, image)
                 left = [image for image in images if image.digest not in found]
-                new = [each for each in left if (each.digest, source.pictures) not in self._running]
+                new = [each for each in left if (each.digest, source) not in self._running]
                 need = sum(self._bytes(image) for image in new)
                 if need > self._room:
                     text = f"the images have {need} bytes of pixels; this node takes {self._room} at a time"
@@ -109,16 +99,17 @@ class ImageContents:
                 await self._freed.wait()
             for image in new:
                 self.used += self._bytes(image)
-                fetch = self._node.spawn(self._fetch(image, source.pictures), "image")
-                self._running[image.digest, source.pictures] = fetch
-            return {image.digest: self._running[image.digest, source.pictures] for image in left}
+                fetch = self._spawn(self._fetch(image, source), "image")
+                self._running[image.digest, source] = fetch
+            return {image.digest: self._running[image.digest, source] for image in left}
 
-    async def _fetch(self, image: ImageSpan, address: str) -> Pixels | BatonError:
-        side, size = self._side, self._bytes(image)
+    async def _fetch(self, image: ImageSpan, source: ImageSource) -> ImageContent | BatonError:
+        size = self._bytes(image)
         try:
-            pixels = await self._client.fetch(
-                address, image.digest, (image.rows * side, image.columns * side)
-            )
+            content: ImageContent | None = await self._encoded(image, source)
+            if content is None:
+                shape = image.rows * self._side, image.columns * self._side
+                content = await self._pictures.fetch(source.pictures, image.digest, shape)
         except BatonError as error:
             self._free(size)
             return error
@@ -126,14 +117,26 @@ class ImageContents:
             self._free(size)
             raise
         else:
-            weakref.finalize(pixels, self._dropped, size)
-            self._known[image.digest] = pixels
-            return pixels
+            self.used += content.nbytes - size
+            weakref.finalize(content, self._dropped, content.nbytes)
+            self._known[image.digest] = content
+            return content
         finally:
-            del self._running[image.digest, address]
+            del self._running[image.digest, source]
+
+    async def _encoded(self, image: ImageSpan, source: ImageSource) -> torch.Tensor | None:
+        """By an encode node; None: none could."""
+        if self._encoders is None or not source.encoders:
+            return None
+        rows = await self._encoders.fetch(image, source)
+        if rows is not None:
+            self._embeddings.add(image.digest, rows)
+        return rows
 
     async def close(self) -> None:
-        await self._client.close()
+        await self._pictures.close()
+        if self._encoders is not None:
+            await self._encoders.close()
 
     def _bytes(self, image: ImageSpan) -> int:
         return 3 * image.rows * image.columns * self._side**2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 
 import grpc
 import grpc.aio
@@ -13,29 +12,27 @@ import numpy.typing as npt
 from baton.rpc.channel import Dial
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, unavailable
 from baton.v1 import pictures_pb2, pictures_pb2_grpc
+from baton.worker.images.channels import Channels
 
 FETCH_SECONDS = 30.0
 """The longest that one picture may take."""
 TRIES = 3
 PAUSE_SECONDS = 0.2
 """Between two tries at a gateway that cannot be reached."""
-MAX_CHANNELS = 64
-"""Connections to gateways; one more closes the one least recently used."""
 
 Pixels = npt.NDArray[np.uint8]
 
 
 class PictureClient:
     def __init__(self, dial: Dial) -> None:
-        self._dial = dial
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._channels = Channels(dial)
 
     async def fetch(self, address: str, digest: bytes, size: tuple[int, int]) -> Pixels:
         """`size`: height and width that it must have. Raises BatonError: UNAVAILABLE where another try, or
         another node, may help."""
         for left in reversed(range(TRIES)):
             try:
-                return await self._fetch(await self._channel(address), digest, size)
+                return await self._fetch(await self._channels.to(address), digest, size)
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure)
             if error.code is grpc.StatusCode.NOT_FOUND:
@@ -62,17 +59,8 @@ class PictureClient:
             raise _wrong(f"has {at} bytes, not {len(pixels)}")
         return pixels.reshape(*size, 3)
 
-    async def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = self._dial(address)
-            if len(self._channels) > MAX_CHANNELS:
-                await self._channels.popitem(last=False)[1].close(FETCH_SECONDS)
-        self._channels.move_to_end(address)
-        return self._channels[address]
-
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
+        await self._channels.close()
 
 
 def _wrong(what: str) -> BatonError:

@@ -1,0 +1,50 @@
+"""What a worker's requests lack of their images is fetched here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.engine.image_spans import ImageSpan
+from baton.engine.request import EngineRequest
+from baton.rpc.channel import Dial
+from baton.rpc.errors import BatonError
+from baton.rpc.logs import get_logger
+from baton.worker.core import FetchedImages, NoImages
+from baton.worker.engine import Engine
+from baton.worker.images.contents import ImageContents
+from baton.worker.images.encoder_client import EncoderClient
+from baton.worker.shell import WorkerShell
+
+_log = get_logger()
+
+
+class ImageRequests:
+    """On the event loop."""
+
+    def __init__(self, node: WorkerShell[Any], contents: ImageContents) -> None:
+        self._node, self.contents = node, contents
+
+    @classmethod
+    def of_engine(cls, node: WorkerShell[Any], engine: Engine, dial: Dial) -> ImageRequests:
+        assert engine.images is not None
+        images = engine.images
+        encoders = EncoderClient(dial, images.tower, engine.tower, engine.device)
+        return cls(node, ImageContents(images.tower, images.cache, dial, node.spawn, encoders))
+
+    def want(self, request: EngineRequest, images: Sequence[ImageSpan]) -> None:
+        """See worker.core.CoreShell.want_images."""
+        self._node.spawn(self._answer(request, images), "images")
+
+    async def _answer(self, request: EngineRequest, images: Sequence[ImageSpan]) -> None:
+        outcome: FetchedImages
+        assert request.image_source is not None
+        try:
+            left = request.deadline - self._node.clock()
+            outcome = await self.contents.of(images, request.image_source, left)
+        except BatonError as error:
+            outcome = NoImages(error.code.name, error.reason, error.message)
+        except Exception as error:
+            _log.exception("images not fetched")
+            outcome = NoImages("INTERNAL", "IMAGES_FAILED", f"{type(error).__name__}: {error}")
+        self._node.steps.call(lambda core, now: core.images_fetched(request, outcome))
