@@ -310,6 +310,8 @@ class GatewayConfig(NodeConfig):
     """Decode nodes, likewise."""
     prefill: tuple[str, ...] = ()
     """Prefill nodes, likewise; none: decode nodes compute prompts themselves."""
+    encode: tuple[str, ...] = ()
+    """Encode nodes, likewise; none: those who compute a prompt encode its images."""
     routing: Literal["cache", "least-loaded", "round-robin"] = "cache"
     """Which nodes requests go to. cache: where the first token is expected soonest, by what the nodes have
     cached of the prompt and how busy they are. least-loaded: to the fewest tokens that wait, and the fewest

@@ -56,6 +56,10 @@ class Deployment:
             own += ["--step-cost", str(STEP_COST)]
         return self._add(role, ["--model", self.model, "--threads", "1", *own, *flags])
 
+    def add_encode(self) -> Process:
+        """All gateways use it."""
+        return self._add("encode", ["--model", self.model, "--threads", "1"])
+
     def add_gateway(self, decode: Sequence[Process], prefill: Sequence[Process] = (), *flags: str) -> Process:
         """prefill: empty means aggregated, as decode nodes here have no prefill nodes of their own."""
         gateway = self._add("gateway", list(flags))
@@ -108,6 +112,8 @@ class Deployment:
                 gateway.flags += ["--decode", ",".join(process.address for process in decode)]
                 if prefill:
                     gateway.flags += ["--prefill", ",".join(process.address for process in prefill)]
+                if encode := self.of("encode"):
+                    gateway.flags += ["--encode", ",".join(process.address for process in encode)]
             self.start_all(sorted(gateways, key=lambda process: process.name))
         except BaseException:
             self._abandon()
@@ -131,7 +137,7 @@ class Deployment:
         for client in self._clients:
             client.close()
         running = [process for process in self.processes if process.alive]
-        order = ("gateway", "decode", "prefill", "tokenizer")
+        order = ("gateway", "decode", "prefill", "encode", "tokenizer")
         codes, listening = {}, []
         try:
             for process in sorted(running, key=lambda process: order.index(process.role)):

@@ -1,21 +1,23 @@
-"""Qwen3-VL through all processes: its text, handed off, cached, from the host tier; pictures are refused."""
+"""Qwen3-VL through all processes: text and images, handed off, cached, from the host tier, resumed."""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import io
 import random
-import urllib.error
-import urllib.request
 
+import grpc.aio
 import pytest
 import torch
 from asking import ask, greedy
-from checkpoints import make_tokenizer
 from deployment import Deployment
+from PIL import Image
+from transformers import AutoTokenizer
 
-from vision_models import IMAGE_TOKEN, save_qwen3_vl
+from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc, tokenizer_pb2
+from vision_models import IMAGE_TOKEN, TOKENIZER_VOCAB, processor, save_qwen3_vl, save_tokenizer
 
-OUTPUT = 12
+OUTPUT, IMAGE_OUTPUT = 12, 64
 LENGTHS = (15, 17, 40, 65, 130, 131, 132, 133)
 
 
@@ -36,8 +38,8 @@ def expected(saved):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("qwen3vl") / "model"
-    model = save_qwen3_vl(path)
-    make_tokenizer().save_pretrained(path)
+    model = save_qwen3_vl(path, vocab_size=TOKENIZER_VOCAB, max_position_embeddings=1024)
+    save_tokenizer(path)
     return path, model
 
 
@@ -48,9 +50,11 @@ def pair(tmp_path_factory, deployments, saved):
         tmp_path_factory.mktemp("qwen3vl-split"),
         saved[0],
         worker=flags,
-        prefill_flags=("--kv-tokens", "320", "--host-memory", "16M"),
-        decode_flags=("--kv-tokens", "2048", "--local-prefill-tokens", "2"),
+        decode=2,
+        prefill_flags=("--kv-tokens", "1024", "--host-memory", "16M"),
+        decode_flags=("--kv-tokens", "2048"),
     )
+    deployment.add_encode()
     with deployment:
         deployments.append(deployment)
         yield deployment
@@ -65,14 +69,105 @@ async def test_tokens_are_those_of_transformers(pair, expected):
     assert any(found.stats.prefill_address == pair.prefill.address for found in results)
 
 
-def test_a_picture_is_refused_by_one_line(pair):
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    body = {"model": "model", "messages": [{"role": "user", "content": [part]}]}
-    asked = urllib.request.Request(
-        f"http://{pair.gateway.http}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+def picture(size, seed):
+    pixels = random.Random(seed).randbytes(3 * size[0] * size[1])
+    made = io.BytesIO()
+    image = Image.frombytes("RGB", size, pixels)
+    image.save(made, "PNG")
+    return made.getvalue(), image
+
+
+def conversation(saved, *parts, seed=0):
+    """Text and sizes of pictures -> the message, and what transformers makes of it: ids, and 64 tokens."""
+    path, model = saved
+    message, images, content = tokenizer_pb2.ChatMessage(role="user"), [], []
+    for number, part in enumerate(parts):
+        if isinstance(part, str):
+            message.parts.add(text=part)
+            content.append({"type": "text", "text": part})
+        else:
+            data, image = picture(part, 100 * seed + number)
+            message.parts.add(image=data)
+            images.append(image)
+            content.append({"type": "image"})
+    made = processor()(images, return_tensors="pt")
+    counts = iter((made["image_grid_thw"].prod(1) // 4).tolist())
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
     )
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(asked, timeout=10)
-    assert caught.value.code == 400 and b"no model here sees" in caught.value.read()
+    ids = []
+    for token in tokenizer(prompt, add_special_tokens=False)["input_ids"]:
+        ids += [token] * (next(counts) if token == IMAGE_TOKEN else 1)
+    ids = torch.tensor([ids])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **made}
+    given["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+    out = model.generate(
+        **given, max_new_tokens=IMAGE_OUTPUT, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return message, ids.shape[1], out[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def conversations(saved):
+    eight = ["Eight: ", *[(40 + 9 * n, 90 - 8 * n) for n in range(8)], "?"]
+    return [
+        conversation(saved, "What is ", (53, 41), " and ", (30, 90), "?", seed=1),
+        conversation(saved, (64, 64), seed=2),
+        conversation(saved, *eight, seed=3),
+    ]
+
+
+async def answer(stub, message, on_token=None, **fields):
+    """-> all tokens of each choice, and what the request has used."""
+    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=IMAGE_OUTPUT, ignore_eos=True)
+    start = inference_pb2.GenerateStart(
+        chat=tokenizer_pb2.ChatPrompt(messages=[message]), sampling=sampling, raw_output=True, **fields
+    )
+    tokens = {}
+    async for event in stub.Stream(inference_pb2.StreamRequest(start=start), timeout=120):
+        kind = event.WhichOneof("kind")
+        if kind == "delta":
+            tokens.setdefault(event.delta.choice, []).extend(event.delta.token_ids)
+            if on_token is not None:
+                await on_token(len(tokens[0]))
+        elif kind == "finished":
+            return tokens, event.finished
+    raise AssertionError("no end")
+
+
+async def test_images_through_all_processes_are_those_of_transformers(pair, conversations):
+    (encoder,) = pair.of("encode")
+    async with grpc.aio.insecure_channel(pair.gateway.outside) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        routes = ({"hand_off": True}, {"hand_off": False}, {"namespace": "other"})
+        for number, fields in enumerate(routes):
+            answers = await asyncio.gather(*(answer(stub, each[0], **fields) for each in conversations))
+            for (_, length, wanted), (tokens, finished) in zip(conversations, answers, strict=True):
+                assert tokens == {0: wanted} and finished.usage.prompt_tokens == length
+                assert finished.usage.image_tokens
+            if not number:
+                assert all(finished.stats.prefill_address for _, finished in answers)
+        tokens, _ = await answer(stub, conversations[0][0], n=3)
+        assert tokens == dict.fromkeys(range(3), conversations[0][2])
+    assert encoder.load().encoded_images == 11 and encoder.info().model.images
+    assert not any(node.load().encoded_images for node in (*pair.of("prefill"), *pair.of("decode")))
+    pair.assert_idle()
+
+
+async def test_nodes_are_lost_in_the_middle_of_answers(pair, saved):
+    """First the encode node, then the decode node that streams: nobody notices."""
+    (encoder,) = pair.of("encode")
+    encoder.kill()
+    message, _, wanted = conversation(saved, "Once more ", (45, 70), "!", seed=9)
+    killed = []
+
+    async def kill(count):
+        if count >= 5 and not killed:
+            killed.extend(node for node in pair.of("decode") if node.load().running)
+            killed[0].kill()
+
+    async with grpc.aio.insecure_channel(pair.gateway.outside) as channel:
+        tokens, _ = await answer(inference_pb2_grpc.InferenceStub(channel), message, kill, hand_off=True)
+    assert tokens == {0: wanted} and killed
+    pair.start_all([encoder, killed[0]])

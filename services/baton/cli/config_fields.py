@@ -4,7 +4,8 @@ A field `kv_tokens` is the flag `--kv-tokens`, the variable `BATON_KV_TOKENS` an
 its help is the docstring below the field.
 
 A TOML file is for all processes of a deployment. A key at the top is for every process with such a field.
-Tables `[gateway]`, `[tokenizer]`, `[prefill]` and `[decode]` are for that process alone and override the top.
+Tables `[gateway]`, `[tokenizer]`, `[prefill]`, `[decode]` and `[encode]` are for that process alone and
+override the top.
 A key that no process has is an error.
 """
 
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 
 import click
 
-from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, TokenizerConfig
+from baton.config import DecodeConfig, EncodeConfig, GatewayConfig, NodeConfig, PrefillConfig, TokenizerConfig
 
 C = TypeVar("C")
 PARTS = frozenset({"otel_sample", "memory_fraction", "max_leased_fraction", "watermark"})
@@ -34,6 +35,7 @@ ROLES: Mapping[str, type[NodeConfig]] = {
     "tokenizer": TokenizerConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "encode": EncodeConfig,
 }
 
 

@@ -70,6 +70,8 @@ class DeploymentPlan:
     prefill: int = 1
     """Prefill nodes; 0: aggregated, decode nodes compute prompts themselves."""
     decode: int = 1
+    encode: int = 0
+    """Encode nodes, for models that see."""
     gateways: int = 1
     """Several share the ports."""
     host: str = ""
@@ -118,7 +120,7 @@ class Deployment:
         self._loopback = loopback()
         workers = [
             (f"{role}-{number}", role)
-            for role, count in (("prefill", plan.prefill), ("decode", plan.decode))
+            for role, count in (("prefill", plan.prefill), ("decode", plan.decode), ("encode", plan.encode))
             for number in range(count)
         ]
         self.gpus = _gpus(plan, workers)
@@ -174,10 +176,10 @@ class Deployment:
             settings["cluster_secret_file"] = str(self._secret.path)
         place = self._place(child)
         sharing = [self._place(each) for each in self.children].count(place)
-        if place and sharing > 1:
+        if place and sharing > 1 and issubclass(ROLES[role], WorkerConfig):
             settings.setdefault("memory_fraction", round(WorkerConfig().memory_fraction / sharing, 3))
         if role == "gateway":
-            settings |= {"tokenizer": self._addresses("tokenizer"), "decode": self._addresses("decode")}
+            settings |= {each: self._addresses(each) for each in ("tokenizer", "decode", "encode")}
             if self.plan.gateways > 1:
                 siblings = tuple(each for each in self._addresses("gateway") if each != child.address)
                 settings |= {"shared": self.address, "shared_http": self.http_address, "siblings": siblings}
@@ -229,7 +231,7 @@ class Deployment:
 
 def _gpus(plan: DeploymentPlan, workers: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Chooses a GPU for each worker that takes any; one whose device has an index sees all."""
-    settings = {role: plan.settings.get(role, {}) for role in ("prefill", "decode")}
+    settings = {role: plan.settings.get(role, {}) for role in ("prefill", "decode", "encode")}
     ranks = {
         name: int(settings[role].get("tp", 1))
         for name, role in workers

@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
 COMMANDS: Commands = {
     "Run": {
         "up": ("up:up", "Start a whole deployment on this machine and keep it running."),
-        "serve": ("serve:serve", "Run one process: gateway, tokenizer, prefill or decode."),
+        "serve": ("serve:serve", "Run one process: gateway, tokenizer, prefill, decode or encode."),
         "demo": ("demo:demo", "Start a deployment, stream some answers, show what happened."),
     },
     "Use": {

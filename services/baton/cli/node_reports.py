@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cli.credentials import Credentials, brief, reachable
 from baton.v1 import node_pb2, node_pb2_grpc
 
-ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
+ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3, "encode": 4}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -40,12 +40,14 @@ PACKAGES = {
     "tokenizer": "baton.tokenizer",
     "prefill": "baton.worker.prefill",
     "decode": "baton.worker.decode",
+    "encode": "baton.worker.encode",
 }
 DEFAULT_PORTS = {
     "gateway": (50050, 8000),
     "tokenizer": (50051, 51051),
     "prefill": (50061, 51061),
     "decode": (50071, 51071),
+    "encode": (50081, 51081),
 }
 """Role -> gRPC port, HTTP port."""
 
@@ -73,6 +75,11 @@ ABOUT = {
     \b
     Example:
       baton serve decode --model ./my-model --prefill 127.0.0.1:50061""",
+    "encode": """Makes embeddings of images, for models that see; those who compute prompts pull them.
+
+    \b
+    Example:
+      baton serve encode --model ./my-model""",
 }
 
 
@@ -95,7 +102,7 @@ def serve() -> None:
     Every flag is also an environment variable and a key of a TOML file (--config):
       --kv-tokens 65536     BATON_KV_TOKENS=65536     kv_tokens = 65536
     A flag overrides the environment, which overrides the file. In the file, keys at the top are for all
-    processes, keys under [gateway], [tokenizer], [prefill] or [decode] for one.
+    processes, keys under [gateway], [tokenizer], [prefill], [decode] or [encode] for one.
 
     A process that is ready prints one line to stdout. Its log goes to stderr. SIGTERM drains and ends it.
     """

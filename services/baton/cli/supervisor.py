@@ -209,9 +209,9 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-START_ORDER = (("tokenizer", "prefill", "decode"), ("gateway",))
+START_ORDER = (("tokenizer", "prefill", "decode", "encode"), ("gateway",))
 """Roles of each stage, which start at the same time. All addresses are known before any process answers."""
-STOP_ORDER = ("gateway", "decode", "prefill", "tokenizer")
+STOP_ORDER = ("gateway", "decode", "prefill", "encode", "tokenizer")
 RESTARTS_PER_MINUTE = 5
 FIRST_BACKOFF_SECONDS = 0.2
 STOP_MARGIN_SECONDS = 3.0

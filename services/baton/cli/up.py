@@ -38,6 +38,7 @@ from baton.cli.status import default_server
 from baton.cli.supervisor import Child
 from baton.config import (
     DecodeConfig,
+    EncodeConfig,
     GatewayConfig,
     NodeConfig,
     PrefillConfig,
@@ -53,13 +54,13 @@ from baton.rpc.errors import BatonError
 
 OWN = (
     *("host", "port", "http_port", "advertise", "drain_seconds", "shared", "shared_http", "siblings"),
-    *("tokenizer", "prefill", "decode"),
+    *("tokenizer", "prefill", "decode", "encode"),
     *(name for name in fields_of(NodeConfig) if name.startswith("etcd")),
 )
 """Fields that `baton up` sets itself."""
 FLAGS = ("host", "port", "http_port", "drain_seconds")
 """Fields of the gateway's configuration that are flags of `baton up`, too."""
-ADDRESSES = ("advertise", "tokenizer", "prefill", "decode")
+ADDRESSES = ("advertise", "tokenizer", "prefill", "decode", "encode")
 """Fields that a configuration file may have for `baton serve`, and that have no effect here."""
 LEAST_PAGE = 16
 """Tokens of a page where nothing else is said, on a CPU; on a GPU they are more."""
@@ -162,7 +163,7 @@ def refuse_variables() -> None:
     for config in ROLES.values():
         for name, field in fields_of(config).items():
             if name in OWN and name not in FLAGS and os.environ.get(field.variable):
-                hint = f"; their number is --{name}" if name in ("prefill", "decode") else ""
+                hint = f"; their number is --{name}" if name in ("prefill", "decode", "encode") else ""
                 raise click.UsageError(_own_problem(field.variable, hint))
 
 
@@ -258,6 +259,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
         "Prefill nodes; 0: aggregated, decode nodes compute prompts themselves.",
     ),
     option("--decode decode_nodes", NODES_NOT_0, 1, "Decode nodes."),
+    option("--encode encode_nodes", NODES, 0, "Encode nodes, for models that see; 0: workers encode images."),
     option("--gateways", NODES_NOT_0, 1, "Gateways on one port; each connection goes to one of them."),
     option(
         "--host",
@@ -308,9 +310,11 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
 @config_options(DecodeConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
 @config_options(GatewayConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
 @config_options(TokenizerConfig, leave_out=fields_of(WorkerConfig))
+@config_options(EncodeConfig, leave_out=fields_of(WorkerConfig))
 def up(
     prefill_nodes: int,
     decode_nodes: int,
+    encode_nodes: int,
     gateways: int,
     host: str | None,
     port: int | None,
@@ -346,6 +350,7 @@ def up(
     plan = DeploymentPlan(
         prefill=prefill_nodes,
         decode=decode_nodes,
+        encode=encode_nodes,
         gateways=gateways,
         host=host or loopback(),
         port=default_port if port is None else port,

@@ -25,6 +25,9 @@ from baton.tokenizer.vocabulary import Vocabulary
 from baton.tracing.recorder import TOKENS_EVERY, EventKind
 from baton.v1 import decode_pb2, inference_pb2, trace_pb2
 
+MOST_ENCODERS = 16
+"""Encode nodes that workers are told of."""
+
 
 class GatewayRequest:
     """Pure: `gateway` has the clock, timers and connections. In every case `log` gets exactly one terminal
@@ -241,6 +244,8 @@ class GatewayRequest:
             local_prefill_tokens=local_tokens,
         )
         message.MergeFrom(self._template)
+        if message.images:
+            message.encoders.extend(self._gateway.nodes.encode[:MOST_ENCODERS])
         self.attempts.fill(message)
         return message
 

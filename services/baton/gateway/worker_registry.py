@@ -22,7 +22,7 @@ from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.logs import get_logger
 from baton.v1 import cache_pb2, cache_pb2_grpc, node_pb2
 
-ROLES = ("tokenizer", "decode", "prefill")
+ROLES = ("tokenizer", "decode", "prefill", "encode")
 UNKNOWN_SECONDS = 30.0
 """A node without the service is asked again after this time: it may have been replaced."""
 
@@ -45,6 +45,8 @@ class WorkerRegistry:
         self.tokenizer = tokenizer
         self.prefill: list[str] = []
         """Prefill nodes; decode nodes connect to them."""
+        self.encode: list[str] = []
+        """Encode nodes; those who compute prompts connect to them."""
         self.decode: dict[str, DecodeClient] = {}
         self._router = router
         self._runtime = runtime
@@ -82,6 +84,8 @@ class WorkerRegistry:
         elif role == "prefill" and address not in self.prefill:
             self.prefill.append(address)
             self._follow(address)
+        elif role == "encode" and address not in self.encode:
+            self.encode.append(address)
         elif role == "decode" and address not in self.decode:
             node = self.decode[address] = DecodeClient(address, self._silence, self._accept, self._runtime)
             node.start()
@@ -97,6 +101,8 @@ class WorkerRegistry:
         elif role == "prefill" and address in self.prefill:
             self.prefill.remove(address)
             self._forget(address)
+        elif role == "encode" and address in self.encode:
+            self.encode.remove(address)
         elif role == "decode" and address in self.decode:
             node = self.decode.pop(address)
             node.leaving = True
@@ -145,6 +151,7 @@ class WorkerRegistry:
             if node.connected and node.info is not None:
                 peer.incarnation = node.info.incarnation
             yield peer
+        yield from (node_pb2.Peer(role="encode", address=address) for address in self.encode)
 
 
 def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests.",
     "cached_tokens": "Prompt tokens that needed no computing.",
     "computed_tokens": "Tokens computed here: of prompts, and of decode rows one for each step, and drafts.",
+    "encoded_images": "Images that a vision tower here has encoded.",
     "drafted_tokens": "Guessed tokens that have been verified.",
     "accepted_drafts": "Guessed tokens that were right.",
     "output_tokens": "Tokens sampled.",

@@ -355,6 +355,8 @@ class WorkerNode(WorkerShell[C]):
             add_sharing(load, self.core_or_none.sharing)
             load.problems.extend(self.problems(load))
             add_grammars(load, self.engine)
+            if self.engine.images is not None:
+                load.encoded_images = self.engine.images.encoded
             self.engine.ranks.add_plans(load)
         return load
 

@@ -129,8 +129,10 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         return info
 
     def load(self) -> node_pb2.Load:
-        requests = self.batches.waiting if self.batches is not None else 0
-        return node_pb2.Load(draining=self.draining, requests=requests)
+        load = node_pb2.Load(draining=self.draining)
+        if self.batches is not None:
+            load.requests, load.encoded_images = self.batches.waiting, self.batches.images
+        return load
 
 
 async def serve(
