@@ -225,6 +225,7 @@ def test_up_passes_settings_to_the_roles_that_know_them(tmp_path: Path) -> None:
         "tokenizer": {"model": "m", "insecure": True},
         "prefill": worker,
         "decode": {**worker, "watermark": 0.5},
+        "encode": {"model": "m", "threads": 1, "insecure": True},
     }
 
 
