@@ -180,7 +180,8 @@ class WorkerConfig(NodeConfig):
     the most."""
     host_memory: str = ""
     """Memory of the host, such as 64G, for pages that the KV pool evicts: they are copied back when a prompt
-    needs them, if that is sooner than to compute it. Empty: none. Not with --tp."""
+    needs them, if that is sooner than to compute it. Empty: none. With --tp on
+    the CPUs of one host only."""
     disk: str = ""
     """Directory for files of pages that the host memory has been given, on a local disk or shared by several
     workers: they are read back when a prompt needs them, also after a restart, if that is sooner than to

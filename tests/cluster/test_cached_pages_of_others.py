@@ -19,12 +19,14 @@ TURNS = 8
 OUTPUT = 12
 
 
+ANY_NODE = ("--routing", "round-robin", "--split", "always")
+
+
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, deployments) -> Iterator[Deployment]:
     """Any prefill and any decode node gets a turn, whatever it holds."""
     folder = tmp_path_factory.mktemp("sources")
-    flags = ("--routing", "round-robin", "--split", "always")
-    with Deployment.split(folder, "demo", prefill=2, decode=2, gateway_flags=flags) as deployment:
+    with Deployment.split(folder, "demo", prefill=2, decode=2, gateway_flags=ANY_NODE) as deployment:
         deployments.append(deployment)
         yield deployment
 
@@ -35,20 +37,20 @@ class Chat:
     def __init__(self, client: Client, seed: int) -> None:
         self._draw = random.Random(seed)
         self._client = client
-        self._tokens: list[int] = []
+        self.said: list[int] = []
         self.new = self.computed = 0
         """New tokens of all prompts; those computed, but for the incomplete last page of the turn before."""
 
     def turn(self) -> None:
-        count, held = self._draw.randrange(100, 280), max(0, len(self._tokens) - 1)
-        self._tokens += [self._draw.randrange(5, 4000) for _ in range(count)]
-        self.new += len(self._tokens) - held
+        count, held = self._draw.randrange(100, 280), max(0, len(self.said) - 1)
+        self.said += [self._draw.randrange(5, 4000) for _ in range(count)]
+        self.new += len(self.said) - held
         answer = self._client.generate(
-            token_ids=self._tokens, temperature=0.0, max_tokens=OUTPUT, ignore_eos=True
+            token_ids=self.said, temperature=0.0, max_tokens=OUTPUT, ignore_eos=True
         )
-        assert answer.usage.prompt_tokens == len(self._tokens)
-        self.computed += len(self._tokens) - answer.usage.cached_tokens - held % PAGE
-        self._tokens += answer.choices[0].token_ids
+        assert answer.usage.prompt_tokens == len(self.said)
+        self.computed += len(self.said) - answer.usage.cached_tokens - held % PAGE
+        self.said += answer.choices[0].token_ids
 
     def turns(self, count: int) -> None:
         for _ in range(count):
@@ -103,3 +105,18 @@ async def test_a_restarted_node_is_warmed_by_the_others(split: Deployment):
     chat.turns(TURNS - TURNS // 2)
     assert node.load().borrowed_pages
     assert chat.computed <= 1.05 * chat.new
+
+
+def test_without_shared_memory_pages_come_by_messages(split: Deployment, tmp_path, deployments):
+    chat = Chat(split.client(), 3)
+    chat.turns(TURNS // 2)
+    options = {"worker": ("--transports", "grpc"), "gateway_flags": ANY_NODE}
+    with Deployment.split(tmp_path, "demo", prefill=2, decode=2, **options) as deployment:
+        deployments.append(deployment)
+        same = Chat(deployment.client(), 3)
+        same.turns(TURNS // 2)
+        nodes = [*deployment.of("prefill"), *deployment.of("decode")]
+        kinds = {e.WhichOneof("kind") for node in nodes for e in node.info().endpoints}
+        assert kinds <= {"grpc"} and sum(node.load().borrowed_pages for node in nodes)
+        assert not any(node.load().borrow_failures for node in nodes)
+    assert same.said == chat.said

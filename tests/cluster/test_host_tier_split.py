@@ -30,14 +30,17 @@ class Pair:
 
 
 @pytest.fixture(
-    scope="module", params=[("qwen3", "prefill"), ("qwen3", "decode"), ("gemma3", "prefill")], ids="-".join
+    scope="module",
+    params=[("qwen3", "prefill"), ("qwen3", "decode"), ("gemma3", "prefill"), ("qwen3", "prefill", "2")],
+    ids="-".join,
 )
 def pair(request, tmp_path_factory, deployments) -> Iterator[Pair]:
-    family, role = request.param
+    family, role, *ranks = request.param
+    of_ranks = ("--tp", *ranks) if ranks else ()
     folder = tmp_path_factory.mktemp("tier")
     deployment = Deployment(folder, save(make_model(family), folder / "model"))
     flags = {"plain": POOL, "tier": TIER, "disk": (*TIER, "--disk", str(folder / "disk"))}
-    workers = {name: deployment.add_worker(role, *flags[name]) for name in flags}
+    workers = {name: deployment.add_worker(role, *flags[name], *of_ranks) for name in flags}
     if role == "decode":
         gateways = {name: deployment.add_gateway([worker]) for name, worker in workers.items()}
     else:

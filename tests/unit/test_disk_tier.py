@@ -414,3 +414,40 @@ def test_a_read_that_nobody_waits_for_is_not_begun(node):
     gate.set()
     other.wait()
     assert other.disk.faults["late"] == 6 or late.read_rows == 0
+
+
+def test_a_read_waits_for_those_before_it(node):
+    node().put()
+    other = node()
+    key = other.host.cache.encode(TOKENS)
+    idle = other.disk.seconds(2)
+    gate = threading.Event()
+    read_page = other.files._read_page
+    other.files._read_page = lambda job, each: gate.wait(WAIT_SECONDS) and read_page(job, each)
+    other.disk.read(key, "", 4)
+    assert other.disk.seconds(2) > idle
+    gate.set()
+    other.wait()
+    assert not other.disk._reading
+
+
+@pytest.mark.parametrize("used", [(), (0, 5)])
+def test_many_files_are_evicted_by_age_without_being_sorted(tmp_path: Path, used: tuple[int, ...]):
+    """What was read since it was found counts as young."""
+    names = [f"{number:064x}-0" for number in range(300)]
+    made = random.Random(0).sample(names, len(names))
+    for at, name in enumerate(made):
+        path = tmp_path / name[:2] / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(10))
+        os.utime(path, (1000 + at, 1000 + at))
+    tmp_path.chmod(0o700)
+    directory = PageDirectory(tmp_path, 3000, lambda page: memoryview(b""))
+    for number in used:
+        directory._known[made[number][:2]][made[number]] = 10, time.time()
+    directory._evict(100)
+    kept = {name for name in made if name in directory}
+    assert len(kept) == (2850 - 100) // 10 and directory.size == 2750 and directory.evicted == 25
+    gone = [number for number, name in enumerate(made) if name not in kept]
+    assert gone == [number for number in range(25 + len(used)) if number not in used]
+    assert sorted(path.name for path in files(tmp_path)) == sorted(kept)

@@ -127,6 +127,8 @@ class DiskTier:
         """What is damaged, and may still have files."""
         self._asked: OrderedDict[tuple[str, bytes], tuple[float, int, int, int]] = OrderedDict()
         """Of prompts: when `readable` was last computed, for what, and what it was."""
+        self._reading = 0
+        """Pages of reads that run, one after the other."""
         self._meter = PullMeter()
         self._now = self._measured = 0.0
         host.disk = self
@@ -137,10 +139,10 @@ class DiskTier:
         return len(self._running)
 
     def seconds(self, pages: int) -> float:
-        """That reading so many takes."""
+        """That reading so many takes, behind those that are being read."""
         known = self._meter.cost if self._now - self._measured < KNOWN_SECONDS else None
         first = PullCost(fixed=0.0005, token=self._page_bytes / FIRST_BYTES_PER_SECOND)
-        return (known or first).seconds(pages)
+        return (known or first).seconds(pages + self._reading)
 
     # --- reading ----------------------------------------------------------------------------------------
 
@@ -189,12 +191,14 @@ class DiskTier:
         cache.extend(holding, rows)
         self.counters.reads += 1
         job = self._begin(namespace, key[: rows * self._stride], holding, begin)
+        self._reading += len(job.pages)
         self.files.read(job)
         return job
 
     def read_ended(self, number: int, faults: Sequence[str], seconds: float) -> None:
         """`faults`: of each page, why it was not read; empty: it was. `seconds`: what reading took."""
         job = self._running.pop(number)
+        self._reading -= len(job.pages)
         cache, bad = self._cache, [each.row for each, fault in zip(job.pages, faults, strict=True) if fault]
         self.faults.update(fault for fault in faults if fault)
         rows = 0 if job.spoiled else min(bad, default=len(job.holding))

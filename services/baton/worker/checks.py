@@ -24,7 +24,7 @@ def checked(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     CheckpointError or NoBackend for what would otherwise fail only after the model has been loaded."""
     device = device_of(config.device)
     config = sized(config, device)
-    _check(config)
+    _check(config, device)
     if config.batch_invariant:
         config = _invariant(config, device)
     if config.tp > 1 and device.type != "cpu":
@@ -34,7 +34,7 @@ def checked(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     return config, device
 
 
-def _check(config: WorkerConfig) -> None:
+def _check(config: WorkerConfig, device: torch.device) -> None:
     """Raises BatonError."""
     if config.policy not in POLICIES:
         raise invalid("policy", f"--policy {config.policy!r} is not known; use {', '.join(POLICIES)}")
@@ -64,8 +64,11 @@ def _check(config: WorkerConfig) -> None:
     ):
         text = "--disk needs --host-memory, through which its pages go, and a --disk-size: give it both"
         raise invalid("disk", text)
-    if parse_size(config.host_memory, "host_memory") and config.tp > 1:
-        raise invalid("host_memory", "--host-memory does not work with --tp; leave one of them out")
+    elsewhere = config.nnodes > 1 or device.type != "cpu"
+    if parse_size(config.host_memory, "host_memory") and config.tp > 1 and elsewhere:
+        # One thread copies whole pages: the ranks of a host share these on CPUs only.
+        text = "--host-memory works with --tp on the CPUs of one host only; leave one of them out"
+        raise invalid("host_memory", text)
     check_hosts(config)
     if config.kv_dtype not in KV_DTYPES:
         raise invalid("kv_dtype", f"--kv-dtype {config.kv_dtype!r} is not known; use {', '.join(KV_DTYPES)}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count as counter
@@ -38,6 +39,8 @@ SHARE = 1 / 32
 """Part of the size that a process writes before it looks at what others have written: of as many processes
 the files may be so much more than the size."""
 CLOSE_SECONDS = 10.0
+FOLDERS = 256
+"""Named by the first byte of files' names."""
 PART = ".part"
 OWN = re.compile(r"\.?(?P<name>[0-9a-f]{64}-\d+)(?P<part>\.[0-9a-f.]+\.part)?")
 """Names of files: finished and unfinished ones."""
@@ -56,8 +59,11 @@ class PageDirectory:
         """`limit`: bytes of all files, at most. `page`: writable bytes of a page of the host tier. Raises
         BatonError for a directory that cannot be used."""
         self._path, self._limit, self._page = path, limit, page
-        self._known: dict[str, tuple[int, float]] = {}
-        """Bytes, and when last used, by name. Changed by the writing thread, but for what reads touch."""
+        self._known: dict[str, dict[str, tuple[int, float]]] = {f"{i:02x}": {} for i in range(FOLDERS)}
+        """By folder: bytes, and when last used, by name. Changed by the writing thread, but for what reads
+        touch."""
+        self._by_age: list[tuple[float, str]] = []
+        """A heap with each known name, and perhaps others: when it was last used, or earlier."""
         self.size = 0
         """Bytes of all files, as far as is known."""
         self.evicted = 0
@@ -103,7 +109,7 @@ class PageDirectory:
     # --- PageFiles --------------------------------------------------------------------------------------
 
     def __contains__(self, name: str) -> bool:
-        return name in self._known
+        return name in self._known[name[:2]]
 
     def write(self, job: FileJob) -> None:
         self._writes.put(lambda: self._write(job))
@@ -146,7 +152,7 @@ class PageDirectory:
             finally:
                 os.close(file)
         except FileNotFoundError:
-            self._known.pop(each.name, None)
+            self._forget(each.name)
             return "gone"
         except OSError as error:
             _log.warning("a page was not read", path=str(path), error=error.strerror)
@@ -154,11 +160,11 @@ class PageDirectory:
         wrong = job.fault(each, found, page, size)
         if wrong:
             # Written anew when the page is given up the next time.
-            self._known.pop(each.name, None)
+            self._forget(each.name)
             _discard(path)
             _log.warning("a file of the disk tier is not as it should be", path=str(path), why=wrong)
         else:
-            self._known[each.name] = (size, now)
+            self._known[each.name[:2]][each.name] = (size, now)
         return wrong
 
     # --- writing ----------------------------------------------------------------------------------------
@@ -221,7 +227,7 @@ class PageDirectory:
             _log.warning("a page was not written", path=str(path), error=error.strerror)
             _discard(part)
             return "full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "unwritable"
-        self._known[each.name] = (size, time.time())
+        self._learn(each.name, size, time.time())
         self.size += size
         self._unseen += size
         return ""
@@ -230,13 +236,23 @@ class PageDirectory:
         """Removes those files that were used least recently, if they and `more` bytes are too many."""
         if self.size + more <= self._limit:
             return
-        for name, (size, _) in sorted(self._known.items(), key=lambda item: item[1][1]):
-            if self.size + more <= LEAVE * self._limit:
-                return
-            _discard(self._file(name))
-            self._known.pop(name, None)
-            self.evicted += 1
-            self.size -= size
+        while self._by_age and self.size + more > LEAVE * self._limit:
+            used, name = heapq.heappop(self._by_age)
+            size, last = self._known[name[:2]].get(name, (0, used))
+            if last > used:
+                heapq.heappush(self._by_age, (last, name))
+            elif self._forget(name):
+                _discard(self._file(name))
+                self.evicted += 1
+                self.size -= size
+
+    def _learn(self, name: str, size: int, used: float) -> None:
+        self._known[name[:2]][name] = size, used
+        heapq.heappush(self._by_age, (used, name))
+
+    def _forget(self, name: str) -> bool:
+        """Whether it was known."""
+        return self._known[name[:2]].pop(name, None) is not None
 
     def _remove(self, namespace: str, first: bytes) -> None:
         try:
@@ -246,7 +262,7 @@ class PageDirectory:
 
     def _remove_all(self, namespace: str, first: bytes) -> None:
         self._scan()  # other processes' files, too
-        for name in list(self._known):
+        for name in [name for folder in self._known.values() for name in folder]:
             path = self._file(name)
             try:
                 with path.open("rb") as file:
@@ -255,35 +271,53 @@ class PageDirectory:
                 continue
             if begins_with(found, namespace, first):
                 _discard(path)
-                self._known.pop(name, None)
+                self._forget(name)
 
     # --- the directory ----------------------------------------------------------------------------------
 
     def _file(self, name: str) -> Path:
         return self._path / name[:2] / name
 
-    def _entries(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-        for folder in os.scandir(self._path):
-            if len(folder.name) == 2 and folder.is_dir(follow_symlinks=False):
-                for entry in os.scandir(folder):
-                    try:
-                        yield entry, entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:  # removed by another process
-                        continue
-
     def _scan(self) -> None:
-        """Looks at the directory's own files; all others are left alone."""
+        """Looks at the directory's own files; all others are left alone. Folder by folder, and other threads
+        run in between: there may be hundreds of thousands."""
+        size = 0
+        for folder, known in self._known.items():
+            found = self._files_of(folder)
+            for name in known.keys() - found.keys():
+                self._forget(name)
+            for name, (bytes_, used) in found.items():
+                if name in known:
+                    known[name] = bytes_, used
+                else:
+                    self._learn(name, bytes_, used)
+                size += bytes_
+            if found:
+                time.sleep(0)
+        self.size, self._unseen = size, 0
+
+    def _files_of(self, folder: str) -> dict[str, tuple[int, float]]:
+        """Bytes, and when last used, of the finished files in a folder; unfinished ones of processes that are
+        gone are removed."""
         found: dict[str, tuple[int, float]] = {}
-        for entry, stat in self._entries():
-            if not S_ISREG(stat.st_mode) or (own := OWN.fullmatch(entry.name)) is None:
+        path = self._path / folder
+        if path.is_symlink() or not path.is_dir():
+            return found
+        for entry in os.scandir(path):
+            own = OWN.fullmatch(entry.name)
+            if own is None or not own["name"].startswith(folder):
                 continue
-            if self._file(own["name"]).parent != Path(entry.path).parent:
+            try:
+                stat = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # removed by another process
+                continue
+            if not S_ISREG(stat.st_mode):
                 continue
             if own["part"] is None:
                 found[entry.name] = (stat.st_size, stat.st_mtime)
             elif time.time() - stat.st_mtime > ABANDONED_SECONDS:
                 _discard(Path(entry.path))
-        self._known, self.size, self._unseen = found, sum(size for size, _ in found.values()), 0
+        return found
 
 
 def _discard(path: Path) -> None:
