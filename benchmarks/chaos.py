@@ -12,6 +12,9 @@ With --tp N each worker has N ranks, and a fault is SIGKILL of its rank 0 or of 
 idle, computes a prompt, hands pages off, or makes tokens. It is a problem, too, if another of its ranks or a
 file in shared memory is left.
 
+With --kv-tokens, --host-memory and --disk pools are small and pages go through the tiers; the summary counts
+them.
+
 With --device cuda the workers take this machine's GPUs in turn, and it is a problem, too, if memory of a GPU
 is left. --kills: all faults are SIGKILL.
 """
@@ -87,7 +90,16 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
             known = asyncio.run(record(cluster.gateway.address, tasks))
     gpus = visible_gpus() if args.device == "cuda" else []
     with (
-        Cluster(folder, path, tokenizers=args.tokenizers, tp=args.tp, gpus=gpus) as cluster,
+        Cluster(
+            folder,
+            path,
+            tokenizers=args.tokenizers,
+            tp=args.tp,
+            gpus=gpus,
+            kv_tokens=args.kv_tokens,
+            host_memory=args.host_memory,
+            disk=args.disk,
+        ) as cluster,
         Progress(*columns, console=console) as bar,
     ):
         known = known or asyncio.run(record(cluster.gateway.address, tasks))
@@ -132,6 +144,9 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=40, help="different requests")
     parser.add_argument("--tokenizers", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1, help="ranks of each worker")
+    parser.add_argument("--kv-tokens", type=int, default=32768, help="of each worker's pool")
+    parser.add_argument("--host-memory", default="", help="of each worker, such as 64M; default: none")
+    parser.add_argument("--disk", default="", help="size of the workers' disk tier; default: there is none")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--kills", action="store_true", help="no stalls and drains")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")

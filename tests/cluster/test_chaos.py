@@ -22,6 +22,8 @@ from stress.run import IDLE_SECONDS
 FAULTS = 24
 """benchmarks/chaos.py injects hundreds."""
 TASKS = 40
+HOST_MEMORY = "2M"
+"""Of each worker: about 1,000 tokens."""
 
 
 @dataclass
@@ -49,6 +51,23 @@ async def test_faults_under_sixty_four_streams(prepared):
     print(report.summary())
     assert not report.problems
     assert report.tally.exact > 64 and len(report.faults) == FAULTS
+
+
+@pytest.mark.timeout(600)
+async def test_faults_while_pages_go_through_the_tiers(tmp_path, deployments):
+    """Pools have room for a few prompts, host memory for a few more; all share a disk."""
+    seed = int(os.environ.get("BATON_CHAOS_SEED", "0")) or secrets.randbits(32)
+    print(f"BATON_CHAOS_SEED={seed}")
+    model = make_model("qwen3")
+    path = save(model, tmp_path / "model")
+    with Cluster(tmp_path, path, kv_tokens=2048, host_memory=HOST_MEMORY, disk="64M") as cluster:
+        deployments.append(cluster)
+        tasks = await record(cluster.gateway.address, make_tasks(Reference(model), TASKS))
+        report = await run(cluster, tasks, seed=seed, faults=FAULTS // 2, streams=16)
+    print(report.summary())
+    assert not report.problems
+    assert report.tally.exact > 16 and len(report.faults) == FAULTS // 2
+    assert report.tiers["demoted_pages"] and report.tiers["promotions"] + report.tiers["disk_reads"]
 
 
 DEADLINE = 6.0

@@ -37,8 +37,11 @@ class Cluster(Deployment):
         kv_tokens: int = 32768,
         tp: int = 1,
         gpus: Sequence[str] = (),
+        host_memory: str = "",
+        disk: str = "",
     ) -> None:
-        """`tp`: ranks of each worker. `gpus`: as CUDA_VISIBLE_DEVICES names them; workers take them in
+        """`tp`: ranks of each worker. `host_memory`, `disk`: sizes of the tiers of each worker; all share one
+        directory. Empty: they have none. `gpus`: as CUDA_VISIBLE_DEVICES names them; workers take them in
         turn, prefill and decode nodes alike."""
         super().__init__(folder, model)
         self.tokenizer.flags += ["--drain-seconds", "3"]
@@ -46,6 +49,10 @@ class Cluster(Deployment):
             self._add("tokenizer", list(self.tokenizer.flags))
         grace = ("--lease-grace-seconds", str(GRACE_SECONDS))
         worker = (*WORKER, "--kv-tokens", str(kv_tokens), "--tp", str(tp), *(ON_GPU if gpus else ()))
+        if host_memory:
+            worker += ("--host-memory", host_memory)
+        if disk:
+            worker += ("--disk", str(folder / "disk"), "--disk-size", disk)
         prefill = [self.add_worker("prefill", *worker, *grace) for _ in range(nodes)]
         decode = [self.add_worker("decode", *worker, "--handoff-seconds", "6") for _ in range(nodes)]
         for workers in (prefill, decode):

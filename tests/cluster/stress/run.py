@@ -19,6 +19,8 @@ from stress.tasks import Task
 
 IDLE_SECONDS = 20.0
 """After the last stream, until no process may hold anything. Longer than a lease."""
+TIERS = ("demoted_pages", "promotions", "disk_reads", "disk_read_pages", "borrowed_pages")
+"""Of Load."""
 
 
 @dataclass
@@ -29,6 +31,8 @@ class Report:
     faults: list[Fault]
     left: str
     """What processes still held, or "": nothing."""
+    tiers: dict[str, int]
+    """What the workers that were there at the end have had of lower tiers and of each other."""
 
     @property
     def problems(self) -> list[str]:
@@ -57,6 +61,7 @@ class Report:
             "handoff_retries": tally.retries,
             "slowest_seconds": round(tally.slowest, 1),
             "faults": dict(Counter(f"{f.action} {f.process.rpartition('-')[0]}" for f in self.faults)),
+            "tiers": self.tiers,
             "problems": self.problems,
         }
 
@@ -99,4 +104,6 @@ async def run(
         await asyncio.to_thread(cluster.assert_idle, IDLE_SECONDS)
     except AssertionError as error:
         left = str(error)
-    return Report(seed, time.monotonic() - started, load.tally, faulty.faults, left)
+    loads = [process.load() for role in ("prefill", "decode") for process in cluster.of(role)]
+    tiers = {name: sum(getattr(load, name) for load in loads) for name in TIERS}
+    return Report(seed, time.monotonic() - started, load.tally, faulty.faults, left, tiers)
