@@ -80,7 +80,7 @@ FAMILIES = {
     },
 }
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
-KINDS = ("triton",)
+KINDS = ("triton", "eager:triton/triton", "graphs:triton/triton")
 """Of `rig.make`."""
 
 
@@ -158,7 +158,7 @@ def test_an_engine(checkpoints, family, dtype):
         model=str(path), device="cuda", dtype=dtype, kv_tokens=8192, max_rows=8, token_budget=128
     )
     engine = build_engine(config, 1)
-    assert engine.attention == "prefill=triton decode=triton"
+    assert engine.attention == "prefill=triton decode=triton" and engine.runner.graphs is not None
     got = generate(engine.runner, engine.cache, prompts, params, budget=64)
     engine.close()
     if dtype == "float32":

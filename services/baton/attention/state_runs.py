@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.attention.base import AttentionRows, HostRow
-from baton.layers.batch import StateRun
+from baton.layers.batch import PIECE, StateRun
 from baton.layers.cache_spec import State
 
 Places = list[tuple[int, HostRow]]
@@ -18,7 +20,7 @@ Places = list[tuple[int, HostRow]]
 def state_runs(rows: AttentionRows, group: int, page_size: int, device: torch.device) -> list[StateRun]:
     """The runs of these rows in a state group: first the last tokens of sequences, then the drafts behind
     them; prompts row by row."""
-    assert rows.host is not None, "recurrent layers are in no CUDA graph"
+    assert rows.host is not None, "in a CUDA graph kernels read the tables"
     last: dict[int, Places] = {}
     """By the number of drafts that go into the state before."""
     drafted: dict[int, Places] = {}
@@ -92,3 +94,21 @@ def _tokens(places: Sequence[int], device: torch.device) -> slice | torch.Tensor
 
 def _slots(places: Places, device: torch.device) -> torch.Tensor:
     return torch.tensor([row.slot for _, row in places], device=device)
+
+
+def state_pieces(
+    rows: Sequence[HostRow], first: int, page_size: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """`pieces` and `starts` of `layers.batch.StateRows` for these rows, whose tokens begin at `first`."""
+    pieces: list[tuple[int, int, int, bool]] = []
+    starts = [0]
+    for row in rows:
+        begin, at = first, row.start
+        for end in State.stops(at, at + row.count, page_size):
+            while at < end:
+                count = min(PIECE, end - at)
+                at += count
+                pieces.append((first, count, begin, at == end))
+                first += count
+        starts.append(len(pieces))
+    return np.array(pieces, np.int32), np.array(starts, np.int32)

@@ -92,4 +92,4 @@ class StepAttention:
             size = pool.layout.page_size
             parts = (rows for _, rows in self._parts)
             self._runs[group] = [run for rows in parts for run in state_runs(rows, group, size, pool.device)]
-        return self._runs[group], pool.states[group - len(pool.groups)].layers[place]
+        return self._runs[group], pool.state(group, place)

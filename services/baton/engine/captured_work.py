@@ -14,7 +14,7 @@ from baton.engine.device_slots import DeviceSlots
 from baton.engine.launched_step import Chains
 from baton.engine.step_graphs import Inputs
 from baton.engine.step_sampling import StepSampling
-from baton.layers.batch import Batch, HiddenTap, LayerCache
+from baton.layers.batch import Batch, HiddenTap, LayerCache, StateCache, StateRows
 from baton.models.body import Body
 
 
@@ -34,7 +34,7 @@ class CapturedWork:
         self,
         body: Body,
         slots: DeviceSlots,
-        caches: Sequence[LayerCache],
+        caches: Sequence[LayerCache | StateCache],
         attention: ModelAttention,
         sampling: StepSampling,
         tap: tuple[int, ...] = (),
@@ -49,12 +49,13 @@ class CapturedWork:
     def decode(self, inputs: Inputs) -> None:
         """A decode step up to its logits."""
         slots = self._slots
-        tables = slots.tables.index_select(0, inputs.slots).unbind(1)
-        rows = AttentionRows(None, 0, len(inputs.slots), tables, inputs.positions + 1)
+        count, attending = len(inputs.slots), len(self._attention.pool.groups)
+        tables = slots.tables[:, :attending].index_select(0, inputs.slots).unbind(1)
+        rows = AttentionRows(None, 0, count, tables, inputs.positions + 1)
         attention = self._attention.over(rows)
         tokens = slots.last_token.index_select(0, inputs.slots)
         where = self._caches, inputs.slots, slots.damage
-        batch = Batch(tokens, inputs.positions, attention, *where, few=True)
+        batch = Batch(tokens, inputs.positions, attention, *where, few=True, states=StateRows(count))
         self._logits(batch, inputs.logits)
 
     def _logits(self, batch: Batch, out: torch.Tensor) -> None:

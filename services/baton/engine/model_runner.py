@@ -18,6 +18,7 @@ import torch
 from baton.attention.base import AttentionBackend, AttentionRows
 from baton.attention.mixed import MixedAttention
 from baton.attention.paged import PagedAttention
+from baton.attention.state_runs import state_pieces
 from baton.attention.step import ModelAttention
 from baton.engine.batch import HostBatch, longest_first
 from baton.engine.captured_work import CapturedWork, final_states
@@ -33,7 +34,7 @@ from baton.engine.step_graphs import DecodeGraphs, Progress, batch_sizes
 from baton.engine.step_sampling import StepSampling, pool_states
 from baton.kvcache.kv_pool import PagePool
 from baton.layers.async_copy import Upload, to_device, to_host
-from baton.layers.batch import Batch, HiddenTap, LayerCache
+from baton.layers.batch import Batch, HiddenTap, LayerCache, StateCache, StateRows
 from baton.models.body import Body
 from baton.models.decoder import Decoder, LanguageModel
 
@@ -90,7 +91,12 @@ class ModelRunner:
         )
         tables = self._slots.tables.unbind(1)
         places = sorted(self._attention.places.items()) if kernels else []
-        self._caches = [LayerCache(tables[group], pool.layer_pages(layer)) for layer, (group, _) in places]
+        self._caches = [
+            LayerCache(tables[group], pool.layer_pages(layer))
+            if group < len(pool.groups)
+            else StateCache(tables[group], pool.state(group, place), layout.page_size)
+            for layer, (group, place) in places
+        ]
         self._body = Body(model, kernels, context, batch_invariant)
         for module in model.recurrent if isinstance(model, Decoder) else ():
             module.keep_drafts(max_slots, draft_tokens)
@@ -110,7 +116,9 @@ class ModelRunner:
         if kernels and graphs and getattr(decode_attention, "graphs", False):
             assert isinstance(model, Decoder)
             with torch.inference_mode():
-                shapes = draft_shapes(draft_tokens, max_slots)
+                # Longer rows of models with states are divided on the host, as are those with drafts.
+                chunks = not pool.states and getattr(prefill_attention, "graphs", False)
+                shapes = draft_shapes(draft_tokens, max_slots) if chunks else []
                 most = max([max_slots, *(shape.wanted for shape in shapes)])
                 logits = torch.empty(most, self.vocab_size, dtype=model.dtype, device=self._device)
                 sizes = chunk_sizes(bool(model.mixtures), token_budget, context)
@@ -122,7 +130,7 @@ class ModelRunner:
                 works = work.decode, work.sample_plain, work.sample_masked
                 self.graphs = DecodeGraphs(batch_sizes(max_slots), max_slots, logits, *works, progress)
                 self._sampling.graphs = self.graphs
-                if getattr(prefill_attention, "graphs", False) and not batch_invariant:
+                if chunks and not batch_invariant:
                     # Chunk graphs attend to rows of one token as to chunks.
                     shapes += chunk_shapes(sizes, max_slots)
                     chunk_works = work.small, work.sample_drafts
@@ -313,7 +321,14 @@ class ModelRunner:
         single, arrays = host.single, [host.ids, host.positions, host.token_slots, host.wanted]
         if self._paged:
             arrays += [host.row_slots, host.lengths, host.starts[single:] - single]
+        divided: list[torch.Tensor] | None = None
+        if self.kernels and self._pool.states and not any(row.drafts or row.replay for row in host.rows):
+            longer = host.rows[single:]
+            arrays += state_pieces(longer, single, self._pool.layout.page_size) if longer else ()
+            divided = []
         ids, positions, token_slots, wanted, *paged = self._there(*arrays)
+        if divided is not None:
+            paged, divided = paged[:3], paged[3:]
         parts = []
         if single:
             parts.append(AttentionRows(host.rows[:single], 0, single))
@@ -327,7 +342,9 @@ class ModelRunner:
             for part, at in zip(parts, [slice(0, single), slice(single, None)][single == 0 :], strict=False):
                 part.tables, part.lengths = tables[at].unbind(1), lengths[at]
                 part.starts = None if part.longest == 1 else starts
-        axes, embeddings = None, None
+        axes, embeddings, states = None, None, None
+        if divided is not None:
+            states = StateRows(single, *divided)
         if any(row.images for row in host.rows):
             if self.images is None:
                 raise ValueError("images are computed by models with a vision tower, without kernels, only")
@@ -343,6 +360,7 @@ class ModelRunner:
             few=single == len(host.rows),
             axes=axes,
             embeddings=embeddings,
+            states=states,
         )
 
     def _eager(self, batch: Batch, host: HostBatch, every: bool, launched: LaunchedStep) -> torch.Tensor:
@@ -382,5 +400,6 @@ class ModelRunner:
 def _is_decode(rows: Sequence[PlanRow]) -> bool:
     """Whether each row continues its slot by one token."""
     return all(
-        row.tokens is None and not row.drafts and not row.ahead and row.sample == (row.slot,) for row in rows
+        row.tokens is None and not (row.drafts or row.ahead or row.replay) and row.sample == (row.slot,)
+        for row in rows
     )

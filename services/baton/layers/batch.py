@@ -34,6 +34,47 @@ class StateRun:
     row before."""
 
 
+PIECE = 64
+"""Tokens of a piece, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """A step's rows, as kernels take states through them."""
+
+    singles: int
+    """Rows of one token, which come first."""
+    pieces: torch.Tensor | None = None
+    """int32 [pieces, 4]: the longer rows in pieces of at most PIECE tokens: a piece's first token in the
+    step, its tokens, the first token of its row, and whether the state behind it is kept. None: there are
+    none."""
+    starts: torch.Tensor | None = None
+    """int32 [rows + 1]: each longer row's first piece."""
+
+
+class StatePlaces(NamedTuple):
+    """Where the states of a step's tokens are: that behind position p of a slot in page tables[slot, p //
+    page_size]."""
+
+    tables: torch.Tensor
+    """int32 [slots, pages], of the layer's group."""
+    slots: torch.Tensor
+    """int32 [tokens]"""
+    positions: torch.Tensor
+    """int32 [tokens]"""
+    page_size: int
+
+
+class StateCache(NamedTuple):
+    """Where a recurrent layer's own kernels read and write states, on the device."""
+
+    tables: torch.Tensor
+    """int32 [slots, pages]: page tables of the layer's group, by batch slot."""
+    tensors: Sequence[torch.Tensor]
+    """float32 [pages, *shape] each."""
+    page_size: int
+
+
 class StepAttention(Protocol):
     """Attention of all layers over one step's rows: `attention.step.StepAttention`."""
 
@@ -106,7 +147,7 @@ class Batch:
     positions: torch.Tensor
     """int [tokens]"""
     attention: StepAttention
-    caches: Sequence[LayerCache] = ()
+    caches: Sequence[LayerCache | StateCache] = ()
     """Of each layer, where its own kernels write into the pool; empty: `attention` writes."""
     slots: torch.Tensor | None = None
     """int32 [tokens]: their batch slots; with `caches`."""
@@ -123,6 +164,8 @@ class Batch:
     embeddings: InputEmbeddings | None = None
     """Not with `caches`."""
     tap: HiddenTap | None = None
+    states: StateRows | None = None
+    """With `caches`, for kernels of recurrent layers; None: these go by `StepAttention.states`."""
     _rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,5 +182,12 @@ class Batch:
 
     def where(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LayerCache]:
         """For a layer's own kernels: positions, slots, damage, and the layer's cache."""
-        assert self.slots is not None and self.damage is not None
-        return self.positions, self.slots, self.damage, self.caches[layer]
+        cache = self.caches[layer]
+        assert self.slots is not None and self.damage is not None and isinstance(cache, LayerCache)
+        return self.positions, self.slots, self.damage, cache
+
+    def state(self, layer: int) -> tuple[Sequence[torch.Tensor], StatePlaces]:
+        """For a recurrent layer's own kernels: the tensors of its states, and where they are."""
+        cache = self.caches[layer]
+        assert self.slots is not None and isinstance(cache, StateCache)
+        return cache.tensors, StatePlaces(cache.tables, self.slots, self.positions, cache.page_size)

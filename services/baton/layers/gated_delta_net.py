@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from baton.layers.batch import Batch, StateRows
 from baton.layers.cache_spec import State
 from baton.layers.parameters import Parameters
 from baton.layers.recurrent import RecurrentModule
@@ -106,6 +107,26 @@ class GatedDeltaNet(RecurrentModule):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat((self.input(x), self.gates(x)), -1)
+
+    def by_kernels(self, x: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
+        from baton.layers.kernels.gated_delta_net import delta_rule
+
+        (states, windows), places = batch.state(self.index)
+        mixed, z = torch.split(self.input(x), [self.shape.mixed, self.shape.values], -1)
+        return delta_rule(
+            self.convolution.by_kernels(mixed, windows, places, rows, silu=True),
+            z,
+            self.gates(x),
+            self.decay,
+            self.decay_bias,
+            self.norm,
+            states,
+            places,
+            rows,
+            self.shape.key_heads,
+            self.eps,
+            L2_EPS,
+        )
 
     def advance(
         self, projected: torch.Tensor, states: Sequence[torch.Tensor]

@@ -10,6 +10,7 @@ from math import inf
 import torch
 import torch.nn.functional as F
 
+from baton.layers.batch import Batch, StateRows
 from baton.layers.cache_spec import State
 from baton.layers.parameters import Parameters
 from baton.layers.recurrent import RecurrentModule
@@ -79,6 +80,27 @@ class Mamba2(RecurrentModule):
         of_output = bias if output_bias is None else output_bias
         self.output = parameters.linear({"out_proj": hidden}, shape.inner, of_output)
 
+    def by_kernels(self, x: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
+        from baton.layers.kernels.mamba2 import scan
+
+        shape = self.shape
+        (states, windows), places = batch.state(self.index)
+        gate, mixed, step = torch.split(self.project(x), [shape.inner, shape.mixed, shape.heads], -1)
+        out = scan(
+            self.convolution.by_kernels(mixed, windows, places, rows, silu=True),
+            gate,
+            step,
+            self.decay,
+            self.step_bias,
+            self.skip,
+            self.step_limits,
+            shape.groups,
+            states,
+            places,
+            rows,
+        )
+        return self._normed(out, x.dtype)
+
     def advance(
         self, projected: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
@@ -98,11 +120,15 @@ class Mamba2(RecurrentModule):
         out, after = scan(q, k, x * step, decay, by_group)
         out = out + self.skip.view(shape.groups, -1, 1, 1) * x
         out = out.flatten(1, 2).transpose(1, 2).flatten(2) * F.silu(gate.float())
+        return self._normed(out, projected.dtype), (after.flatten(1, 2), window)
+
+    def _normed(self, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """float32 [..., inner], gated -> in `dtype`, each group by itself."""
         if self.norm is None:
-            return out.to(projected.dtype), (after.flatten(1, 2), window)
-        own = shape.inner // shape.groups
-        out = F.rms_norm(out.reshape(*out.shape[:2], -1, own), (own,), None, self.eps)
-        return out.flatten(2).to(projected.dtype) * self.norm, (after.flatten(1, 2), window)
+            return out.to(dtype)
+        own = self.shape.inner // self.shape.groups
+        out = F.rms_norm(out.unflatten(-1, (-1, own)), (own,), None, self.eps)
+        return out.flatten(-2).to(dtype) * self.norm
 
     def _by_group(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """[rows, tokens, heads * dim] -> [rows, groups, heads of a group, tokens, dim]"""

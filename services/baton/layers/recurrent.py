@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from baton.layers.attention import NONE, AttentionOptions
-from baton.layers.batch import Batch, StateRun
+from baton.layers.batch import Batch, StateRows, StateRun
 from baton.layers.cache_spec import State
 from baton.layers.linear import Linear
 from baton.layers.tensor_parallel import TensorSlice
@@ -47,6 +47,8 @@ class RecurrentModule(ABC):
         return self.output.add_to(residual, self._advance_all(x, batch))
 
     def _advance_all(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if batch.states is not None:
+            return self.by_kernels(x, batch, batch.states)
         projected = self.project(x)
         runs, tensors = batch.attention.states(self.index)
         cuts = self.cuts or (None,) * len(tensors)
@@ -86,6 +88,11 @@ class RecurrentModule(ABC):
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> what `advance` takes, [tokens, outputs]"""
         return self.input(x)
+
+    @abstractmethod
+    def by_kernels(self, x: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
+        """On a GPU: `project` and `advance` of all rows, which have no drafts, with states where they are.
+        [tokens, hidden] -> [tokens, inputs of `output`]"""
 
     @abstractmethod
     def advance(

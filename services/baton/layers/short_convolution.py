@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.layers.batch import Batch, StatePlaces, StateRows
 from baton.layers.cache_spec import State
 from baton.layers.parameters import Parameters
 from baton.layers.recurrent import RecurrentModule
@@ -52,6 +53,21 @@ class ShortConvolution:
             out += self.bias
         return out, inputs[:, count:].float()
 
+    def by_kernels(
+        self,
+        x: torch.Tensor,
+        windows: torch.Tensor,
+        places: StatePlaces,
+        rows: StateRows,
+        *,
+        silu: bool = False,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """See `kernels.short_convolution.convolve`."""
+        from baton.layers.kernels.short_convolution import convolve
+
+        return convolve(x, self.weight, self.bias, windows, places, rows, silu=silu, gated=gated)
+
 
 class GatedConvolution(RecurrentModule):
     """A short convolution between two gates."""
@@ -64,6 +80,10 @@ class GatedConvolution(RecurrentModule):
         self.cache = State((self.convolution.shape,))
         self.input = parameters.linear({"in_proj": 3 * hidden}, hidden, bias)
         self.output = parameters.linear({"out_proj": hidden}, hidden, bias)
+
+    def by_kernels(self, x: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
+        (windows,), places = batch.state(self.index)
+        return self.convolution.by_kernels(self.input(x), windows, places, rows, gated=True)
 
     def advance(
         self, projected: torch.Tensor, states: Sequence[torch.Tensor]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import ClampedSwiglu, Mixture
+from baton.layers.moe import ClampedSwiglu, GatedExpert, Mixture
 
 
 def device_mixture(mixture: Mixture) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -18,6 +18,12 @@ def device_mixture(mixture: Mixture) -> Callable[[torch.Tensor], torch.Tensor]:
 
         fused = FusedMixture(mixture)
         return lambda x: fused.parts(x).sum(0)
+    shared, routed = mixture.shared, Mixture(mixture.router, mixture.experts)
+    if isinstance(shared, GatedExpert) and mixture.plain and kernels_know(routed):
+        from baton.models.fused_mixture import FusedMixture
+
+        experts, gated = FusedMixture(routed), shared
+        return lambda x: gated.add_to(experts.parts(x).sum(0), x)
     return mixture.dense
 
 

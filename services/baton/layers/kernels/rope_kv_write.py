@@ -61,6 +61,7 @@ def _write_qkv(
     tables,
     cache,
     kv_scales,
+    row_stride,
     table_stride,
     page_stride,
     head_stride,
@@ -90,7 +91,7 @@ def _write_qkv(
     slot = tl.load(slots + token).to(tl.int64)
     page = tl.load(tables + slot * table_stride + position // PAGE).to(tl.int64)
     mask = (heads < HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
-    row = qkv + token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
+    row = qkv + token.to(tl.int64) * row_stride
     at = heads[:, None] * DIM + columns[None, :]
     low = tl.load(row + at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(row + at + half, mask=mask, other=0.0).to(tl.float32)
@@ -162,12 +163,12 @@ def write_qkv(
 ) -> None:
     """Normalizes (where there is a weight) and rotates queries in place; keys too, into the pool, as values.
 
-    qkv: [tokens, (heads + 2 kv heads) * head_dim], contiguous; weight: [heads + kv heads, head_dim];
-    rope: float32 [positions, rotary], cosines and then sines for the first values of each head; positions,
-    slots: int32 [tokens]; damage: float32 [slots], see `mark`; tables: int32 [slots, pages]; cache: a
-    layer's pages, [pages, kv heads, 2, page_size, head_dim], each head contiguous; kv_scales: float32
-    [2, kv heads], where the cache is in FP8. Computes in float32 and rounds once. `pdl`: starts while the
-    kernel before ends, and waits for it.
+    qkv: [tokens, (heads + 2 kv heads) * head_dim], each token contiguous; weight: [heads + kv heads,
+    head_dim]; rope: float32 [positions, rotary], cosines and then sines for the first values of each head;
+    positions, slots: int32 [tokens]; damage: float32 [slots], see `mark`; tables: int32 [slots, pages];
+    cache: a layer's pages, [pages, kv heads, 2, page_size, head_dim], each head contiguous; kv_scales:
+    float32 [2, kv heads], where the cache is in FP8. Computes in float32 and rounds once. `pdl`: starts while
+    the kernel before ends, and waits for it.
     """
     _, kv_heads, _, page_size, dim = cache.shape
     blocks = triton.cdiv(num_heads + 2 * kv_heads, _HEAD_BLOCK)
@@ -181,6 +182,7 @@ def write_qkv(
         tables,
         cache,
         rope if kv_scales is None else kv_scales,
+        qkv.stride(0),
         tables.stride(0),
         cache.stride(0),
         cache.stride(1),
