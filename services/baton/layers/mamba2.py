@@ -127,7 +127,7 @@ class Mamba2(RecurrentModule):
         if self.norm is None:
             return out.to(dtype)
         own = self.shape.inner // self.shape.groups
-        out = F.rms_norm(out.unflatten(-1, (-1, own)), (own,), None, self.eps)
+        out = F.rms_norm(out.reshape(*out.shape[:-1], -1, own), (own,), None, self.eps)
         return out.flatten(-2).to(dtype) * self.norm
 
     def _by_group(self, x: torch.Tensor, heads: int) -> torch.Tensor:
