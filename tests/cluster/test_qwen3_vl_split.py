@@ -171,3 +171,25 @@ async def test_nodes_are_lost_in_the_middle_of_answers(pair, saved):
         tokens, _ = await answer(inference_pb2_grpc.InferenceStub(channel), message, kill, hand_off=True)
     assert tokens == {0: wanted} and killed
     pair.start_all([encoder, killed[0]])
+
+
+async def test_one_pixel_makes_another_answer(pair):
+    data, image = picture((80, 56), seed=9)
+    red, green, blue = image.getpixel((3, 5))
+    image.putpixel((3, 5), (red ^ 128, green, blue))
+    made = io.BytesIO()
+    image.save(made, "PNG")
+
+    async def logprobs(file):
+        message = {"role": "user", "content": ["A ", file, " B"]}
+        (found,) = await ask(
+            pair.gateway.address,
+            [{"messages": [message], "max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}],
+        )
+        return [each.chosen.logprob for each in found.choices[0].logprobs], found.usage.cached_tokens
+
+    first, _ = await logprobs(data)
+    other, _ = await logprobs(made.getvalue())
+    again, cached = await logprobs(data)
+    assert again == pytest.approx(first, abs=1e-4) and cached > 30
+    assert other != pytest.approx(first, abs=1e-4)

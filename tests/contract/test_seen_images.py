@@ -9,6 +9,9 @@ import io
 import json
 import random
 import re
+import struct
+import time
+import zlib
 from contextlib import nullcontext
 
 import grpc
@@ -362,3 +365,63 @@ async def test_the_client_and_the_commands_send_images(rig, tmp_path, monkeypatc
     check_spans(await command("chat", input=f"Which?\n/image {paths[0]}\nAnd?\n"), [ONE, TWO, ONE])
     gone = await asyncio.to_thread(CliRunner().invoke, cli, ["generate", "x", "--image", "/nowhere.png"])
     assert gone.exit_code == 2 and "/nowhere.png" in gone.output
+
+
+def bomb(width, height):
+    """A PNG of some kilobytes that says to have so many pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(3 * 2**22), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def strip():
+    made = io.BytesIO()
+    Image.new("L", (1_000_000, 1)).save(made, "PNG")
+    return made.getvalue()
+
+
+ATTACKS = {
+    "a bomb": ([bomb(60_000, 60_000)], "at most 64,000,000"),
+    "bombs of the most pixels": ([bomb(8000, 8000)] * 40, "cannot be decoded|truncated"),
+    "a strip": ([strip()], "200 times as long"),
+    "1,000 images": ([ONE] * 1000, "more than 256 images"),
+    "large noise": ([random.Random(1).randbytes(8 * 2**20)], "none of JPEG"),
+    "an archive behind": ([b"PK\x03\x04" + ONE], "none of JPEG"),
+}
+
+
+@pytest.mark.times
+@pytest.mark.alone
+async def test_attacks_are_refused_and_delay_nobody(rig):
+    """The gateway's event loop, which the test shares, goes on."""
+    await rig.client.post("/v1/chat/completions", json={"model": "scripted", **chat(ONE)})
+    bodies = {
+        name: json.dumps({"model": "scripted", **chat(*files)}).encode()
+        for name, (files, _) in ATTACKS.items()
+    }
+    gaps = []
+
+    async def beat():
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.002)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    beating = asyncio.create_task(beat())
+    for name, body in bodies.items():
+        gaps.clear()
+        began = time.monotonic()
+        headers = {"content-type": "application/json"}
+        answer = await rig.client.post("/v1/chat/completions", content=body, headers=headers)
+        took, worst = time.monotonic() - began, max(gaps)
+        said = answer.json()["error"]["message"]
+        print(f"{name}: {took:.2f} s, loop {1000 * worst:.0f} ms: {said[:100]}")
+        assert answer.status_code == 400 and re.search(ATTACKS[name][1], said), (name, said)
+        assert took < 10 and worst < 0.1, (name, took, worst)
+    beating.cancel()

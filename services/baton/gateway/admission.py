@@ -161,9 +161,11 @@ def _check_prompt(
         if not start.chat.messages:
             raise invalid("chat.messages", "the conversation is empty: give at least one message")
         check_images(start.chat, model)
-        # All bytes of the message but images, if they are few enough: counting is left to the library.
-        size = start.chat.ByteSize() - sum(part.ByteSize() for _, part in image_parts(start.chat))
-        if size > max_bytes:
+        # All bytes of the message, if they are few enough: counting is left to the library, which would copy
+        # images.
+        images = any(True for _ in image_parts(start.chat))
+        size = 0 if images else start.chat.ByteSize()
+        if images or size > max_bytes:
             size = _chat_bytes(start.chat, max_bytes)
     field = "text" if kind == "text" else "chat.messages"
     if model is not None and size > MAX_TOKEN_BYTES * model.context_length:

@@ -8,7 +8,7 @@ from baton.pictures.settings import PictureError
 
 MOST_BYTES = 20 * 2**20
 """Of a picture as it is sent."""
-PIECE = 2**20
+PIECE = 2**18
 """Characters."""
 
 
