@@ -363,6 +363,7 @@ class Driver:
         self.pool = PagePool(layout, num_pages, storage=storage, heads=heads)
         self.pool.raw.view(layout.dtype).fill_(math.nan)  # memory that nothing may read before it is written
         features = frozenset[str]().union(*(options.features for options in self.model.attention_options))
+        features |= {"states"} if layout.states else set()
         backend, _ = resolve("auto", torch.device("cpu"), features=features)
         self.runner = ModelRunner(
             self.model, self.pool, max_slots=slots, prefill_attention=backend, decode_attention=backend

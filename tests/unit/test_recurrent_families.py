@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from random_checkpoints import (
@@ -10,10 +12,12 @@ from random_checkpoints import (
     random_prompts,
     save_checkpoint,
 )
+from safetensors.torch import load_file, save_file
 from transformers import (
     BambaConfig,
     FalconH1Config,
     GraniteMoeHybridConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     NemotronHConfig,
@@ -23,6 +27,7 @@ from transformers import (
 )
 
 from baton.layers.gated_delta_net import CHUNK, delta_chunks, delta_step
+from baton.layers.kimi_delta_attention import channel_delta_chunks
 from baton.layers.mamba2 import mamba_chunks, mamba_step
 from baton.model_path import CheckpointError
 from baton.models.config import read_config
@@ -137,6 +142,28 @@ VARIANTS = {
         FalconH1Config,
         {**_FALCON, "mamba_rms_norm": True, "mamba_proj_bias": True, "tie_word_embeddings": True},
     ),
+    "kimi-linear": (
+        KimiLinearConfig,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "max_position_embeddings": 512,
+            "pad_token_id": None,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 20,
+            "linear_head_dim": 16,
+            "linear_num_heads": 6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "lfm2": (Lfm2Config, {**_LFM2, "conv_bias": True, "block_multiple_of": 8}),
     "lfm2-moe": (
         Lfm2MoeConfig,
@@ -169,8 +196,16 @@ def save(variant, path, variants=VARIANTS):
             elif parameter.dim() > 1:
                 parameter *= 2 / 3
     model.save_pretrained(path)
+    if variant == "kimi-linear":
+        as_published(path / "model.safetensors")
     model.set_experts_implementation("eager")  # others know no float64
     return model.double()
+
+
+def as_published(file):
+    """transformers saves Kimi Linear's dense layers under the name of those with experts."""
+    stored = re.compile(r"block_sparse_moe\.(?=(?:gate|up|down)_proj)")
+    save_file({stored.sub("mlp.", name): each for name, each in load_file(file).items()}, file)
 
 
 def is_minus_one(name):
@@ -250,6 +285,24 @@ def test_limits_of_mambas_steps_hold_for_decode_rows_too(tmp_path):
     options = {**_GRANITE, "num_local_experts": 0, "time_step_limit": (0.6, 0.8)}
     model = save("limits", tmp_path, {"limits": (GraniteMoeHybridConfig, options)})
     check_logits(model, Driver(tmp_path).answer(0, random_prompts(20)[0], 8))
+
+
+@pytest.mark.parametrize("count", [2, 16, 17, 43])
+def test_chunks_of_kimis_delta_rule_are_its_steps(count):
+    """Also where a channel forgets all within a chunk."""
+    generator = torch.Generator().manual_seed(count)
+    q, k, v = (torch.randn(2, 3, count, dim, generator=generator) for dim in (8, 8, 6))
+    k = k / k.norm(dim=-1, keepdim=True)
+    decay = -torch.rand(2, 3, count, 8, generator=generator) * 20
+    beta, state = torch.rand(2, 3, count, generator=generator), torch.randn(2, 3, 8, 6, generator=generator)
+    out, after = channel_delta_chunks(q, k, v, decay, beta, state)
+    for at in range(count):
+        state = state * decay[:, :, at, :, None].exp()
+        change = (v[:, :, at] - (k[:, :, at, None] @ state)[:, :, 0]) * beta[:, :, at, None]
+        state = state + k[:, :, at, :, None] * change[:, :, None]
+        expected = (q[:, :, at, None] @ state)[:, :, 0]
+        torch.testing.assert_close(out[:, :, at], expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(after, state, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("count", [2, CHUNK, CHUNK + 1, 3 * CHUNK - 5])

@@ -16,7 +16,7 @@ class TorchMlaAttention:
     """Rows of one token in the absorbed form, all together; chunks one by one, in the cheaper form."""
 
     name = "torch-mla"
-    features = frozenset({"scale", "latent"})
+    features = frozenset({"scale", "latent", "states"})
 
     @staticmethod
     def available(

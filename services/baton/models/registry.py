@@ -22,6 +22,7 @@ FAMILIES: dict[str, str] = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteMoeHybridForCausalLM": "granite_moe_hybrid",
+    "KimiLinearForCausalLM": "kimi_linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2",
     "Llama4ForCausalLM": "llama4",
