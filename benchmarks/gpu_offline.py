@@ -25,7 +25,10 @@ from baton.bench.machine import machine, versions
 from baton.bench.steps import Point, copy_bandwidth, profile, weight_bytes
 from baton.bench.workload import Job, TokenRange, Workload
 from baton.config import WorkerConfig
+from baton.layers.cache_spec import STATE_ITEMSIZE, State
+from baton.models.loader import declared
 from baton.rpc.logs import configure
+from baton.worker.model import DTYPES
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
 
@@ -83,6 +86,24 @@ def nano(bench: EngineBench, repeats: int) -> dict[str, Any]:
     return chosen | {"input_tokens": inputs, "runs_tok_s": [run["tok_s"] for run in runs]}
 
 
+def step_bytes(bench: EngineBench, rows: int, tokens: int) -> int:
+    """Bytes that a decode step of so many rows moves, of so many tokens each: weights, of experts (16 bits)
+    those that are chosen by rows that choose at random; keys and values; states, read and written."""
+    model = declared(bench.path, DTYPES[bench.engine.model_info.dtype])
+    total = float(weight_bytes(bench))
+    for mixture in model.mixtures:
+        experts = mixture.experts
+        share = 1 - (1 - mixture.router.routing.top_k / experts.total) ** rows
+        total -= (1 - share) * (experts.gate_up.nbytes + experts.down.nbytes)
+    itemsize = bench.engine.pool.layout.dtype.itemsize
+    for spec in model.caches:
+        if isinstance(spec, State):
+            total += rows * 2 * spec.numbers * STATE_ITEMSIZE
+        else:
+            total += rows * tokens * spec.values * itemsize
+    return int(total)
+
+
 def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> None:
     """Fills in `facts` part by part."""
     with tempfile.TemporaryDirectory() as folder:
@@ -121,10 +142,16 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
         sizes = PARTS[part]
         result = nano(bench, options.nano_repeats) if sizes is None else fixed(bench, *sizes, options.repeats)
         facts[part] = result
+        floor = ""
+        if sizes is not None:
+            count, prompt, output, _ = sizes
+            moved = step_bytes(bench, count, prompt + output // 2)
+            result["step_bytes"], result["floor_ms"] = moved, moved / options.tp / bandwidth * 1e3
+            floor = f"(floor {result['floor_ms']:.3f})"
         tpot = f"{result['tpot_ms']:.3f} ms" if result["tpot_ms"] else "-"
         host = " ".join(f"{name} {ms:.3f}" for name, ms in result["host_ms"].items())
         print(
-            f"{model:5} {part:5} TPOT {tpot:10} first tokens {result['all_first_tokens_ms']:8.1f} ms "
+            f"{model:5} {part:5} TPOT {tpot:10} {floor} first tokens {result['all_first_tokens_ms']:8.1f} ms "
             f"{result['tok_s']:9.0f} tok/s  host {result['host_total_ms']:.3f} ms ({host})",
             flush=True,
         )

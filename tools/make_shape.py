@@ -21,6 +21,19 @@ END = "<|end|>"
 """The last token of the vocabulary."""
 
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+_QWEN3_5 = {
+    "vocab_size": 248320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
         **_QWEN3,
@@ -145,6 +158,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": True,
     },
+    "qwen3.5-9b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    "qwen3.5-35b-a3b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
     "tiny": {
         "vocab_size": 1024,
         "num_key_value_heads": 2,
@@ -157,8 +191,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Qwen3's (30b-a3b: with experts), DeepSeek-V2-Lite's, Llama 3's, gpt-oss', Gemma 3's, and one for trying
-things out on a CPU."""
+"""Qwen3's (30b-a3b: with experts), Qwen3.5's (the defaults of transformers), DeepSeek-V2-Lite's, Llama 3's,
+gpt-oss', Gemma 3's, and one for trying things out on a CPU."""
 
 
 def write_shape(shape: str, folder: Path) -> None:
