@@ -20,11 +20,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from gateway_rig import Stream, gateway, tokenizer
+from openai import AsyncOpenAI
 from PIL import Image
 from scripted_decode import STOP, ScriptedDecode, saying
 
 from baton.cli.main import cli
 from baton.client import AsyncClient
+from baton.config import GatewayConfig
+from baton.gateway.media_fetch import MediaFetcher
+from baton.gateway.pictures import PictureStore
+from baton.gateway.pictures_server import PicturesServer
+from baton.rpc.authentication import HEADER, ClusterAuthentication, ClusterCredentials
 from baton.rpc.channel import open_channel
 from baton.v1 import inference_pb2, pictures_pb2, pictures_pb2_grpc, tokenizer_pb2
 from vision_models import IMAGE_TOKEN, TOKENIZER_VOCAB, processor, save_vision_config
@@ -178,6 +184,40 @@ async def test_images_of_all_apis_become_tokens_and_pixels(rig):
     assert 'baton_gateway_images_total{outcome="kept"} 16.0' in metrics
     tokens = sum(rows * columns for _, rows, columns in map(resized, [ONE, TWO, ONE]))
     assert f"baton_gateway_image_tokens_total{{}} {6.0 * tokens}" in metrics
+
+
+async def test_the_openai_package_sends_images_unchanged(rig):
+    async with AsyncOpenAI(base_url=f"{rig.http}/v1", api_key="none") as client:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "What?"}, chat_part(ONE)]}]
+        await client.chat.completions.create(model="scripted", messages=messages)
+        check_spans(rig.decode.starts[-1], [ONE])
+        items = [{"role": "user", "content": [input_part(TWO), {"type": "input_text", "text": "What?"}]}]
+        await client.responses.create(model="scripted", input=items)
+        check_spans(rig.decode.starts[-1], [TWO])
+
+
+async def test_pictures_are_for_the_deployment_alone():
+    """A server of its own, whatever API keys the gateway has: with the cluster's secret."""
+    secret = "0123456789abcdef"
+    authentication = ClusterAuthentication(ClusterCredentials(secret=secret))
+    store = PictureStore(2**20, MediaFetcher(()))
+    server = PicturesServer(GatewayConfig(), authentication, store)
+    address = await server.address("")
+    assert address == await server.address("")
+
+    async def asked(metadata):
+        request = pictures_pb2.PictureRequest(digest=bytes(32))
+        async with open_channel(address, metadata=metadata) as channel:
+            call = pictures_pb2_grpc.PicturesStub(channel).Fetch(request)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            return caught.value.code()
+
+    assert await asked(()) is grpc.StatusCode.UNAUTHENTICATED
+    assert await asked((("authorization", "Bearer key"),)) is grpc.StatusCode.UNAUTHENTICATED
+    assert await asked(((HEADER, secret),)) is grpc.StatusCode.NOT_FOUND
+    await server.stop()
+    store.close()
 
 
 async def test_counts_are_those_of_the_prompt(rig):
@@ -335,6 +375,7 @@ async def test_nothing_of_an_image_is_logged(rig, capfd):
     await rig.client.post("/v1/chat/completions", json={"model": "scripted", **chat(ONE[:300])})
     await rig.client.post("/v1/chat/completions", json={"model": "scripted", **chat(ONE)})
     said = "".join(capfd.readouterr())
+    assert "images_ms=" in said
     assert base64.b64encode(ONE).decode()[:20] not in said and json.dumps(ONE.decode("latin-1")) not in said
 
 

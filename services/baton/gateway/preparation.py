@@ -10,7 +10,7 @@ from baton.gateway.authentication import ApiKey
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
 from baton.gateway.pictures import PictureLease
-from baton.gateway.prompt_images import ImageSize, read_images, with_images, without_files
+from baton.gateway.prompt_images import ImageSize, image_parts, read_images, with_images, without_files
 from baton.gateway.prompts import EncodedPrompt, GatewaySession, encode_prompt
 from baton.gateway.shell import GatewayShell
 from baton.rpc.validate import require_grammars
@@ -58,6 +58,8 @@ async def prepare(
     """
 
     async def read(chat: tokenizer_pb2.ChatPrompt) -> list[ImageSize]:
+        if next(image_parts(chat), None) is not None:
+            timing.begin_phase("images")
         return await read_images(chat, gateway.model(), lease)
 
     prompt = await encode_prompt(
