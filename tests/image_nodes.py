@@ -36,7 +36,10 @@ class Pictures(pictures_pb2_grpc.PicturesServicer):
         self.slow, self.failures = 0.0, 0
 
     def keep(self, pixels):
-        digest = hashlib.sha256(pixels.tobytes() + bytes(pixels.shape[:2])).digest()
+        """Digests differ in their middle alone: whoever compares less than all of them confuses images."""
+        digest = (
+            bytes(12) + hashlib.sha256(pixels.tobytes() + bytes(pixels.shape[:2])).digest()[:8] + bytes(12)
+        )
         self.kept[digest] = pixels
         return digest
 

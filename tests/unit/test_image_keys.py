@@ -114,6 +114,15 @@ def test_images_change_places_and_names_within_a_page():
     assert engine.ask(with_images("again", first)) == 4
 
 
+def test_all_bytes_of_a_digest_count():
+    engine = SeeingEngine()
+    engine.ask(with_images("one", [(digest(1), 9), 5]))
+    for at in range(32):
+        other = bytearray(digest(1))
+        other[at] ^= 1
+        assert engine.ask(with_images(at, [(bytes(other), 9), 5])) == 0
+
+
 def test_images_of_one_token_are_known_by_their_places():
     engine = SeeingEngine()
     one, two = (digest(1), 1), (digest(2), 1)

@@ -39,7 +39,7 @@ class EncoderClient:
     async def fetch(self, image: ImageSpan, source: ImageSource) -> torch.Tensor | None:
         """As `VisionTower.encode` has them; None: no node could. Images are divided among the nodes by their
         digests, so that one that comes again meets the node that knows it."""
-        first = int.from_bytes(image.digest[:4], "big") % len(source.encoders)
+        first = sum(image.digest) % len(source.encoders)
         for address in (*source.encoders[first:], *source.encoders[:first]):
             if time.monotonic() - self._failed.get(address, -AVOID_SECONDS) < AVOID_SECONDS:
                 continue
