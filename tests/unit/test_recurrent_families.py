@@ -31,6 +31,7 @@ from baton.layers.kimi_delta_attention import channel_delta_chunks
 from baton.layers.mamba2 import mamba_chunks, mamba_step
 from baton.model_path import CheckpointError
 from baton.models.config import read_config
+from baton.models.loader import check_tensors
 
 _HYBRID = {
     "head_dim": 32,
@@ -278,6 +279,12 @@ def test_chunks_of_the_delta_rule_are_its_steps(count):
         expected, state = delta_step(*one, state)
         torch.testing.assert_close(out[:, :, at : at + 1], expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(after, state, atol=2e-5, rtol=1e-4)
+
+
+def test_kimis_dense_layers_are_found_under_the_name_that_transformers_saves(tmp_path):
+    save_checkpoint("kimi-linear", tmp_path, variants=VARIANTS)
+    assert any("block_sparse_moe.up_proj" in name for name in load_file(tmp_path / "model.safetensors"))
+    check_tensors(tmp_path)
 
 
 def test_limits_of_mambas_steps_hold_for_decode_rows_too(tmp_path):

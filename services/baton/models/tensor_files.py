@@ -161,7 +161,12 @@ WRAPPED = {
 """How names of a language model's tensors start inside a wrapper or without a head, and by itself."""
 
 
+_KIMI_DENSE = re.compile(r"block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
+"""transformers saves Kimi Linear's dense layers under the name of those with experts; published are `mlp.`"""
+
+
 def _unwrapped(name: str) -> str:
+    name = _KIMI_DENSE.sub("mlp.", name)
     for start, plain in WRAPPED.items():
         if name.startswith(start):
             return plain + name[len(start) :]
