@@ -1,7 +1,7 @@
 """The files of the disk tier: one page each, which says itself what it holds. Pure.
 
-A file is a header, a CRC-32 of header and page, and the page. The reader knows the header that it wants, with
-every token up to the page's end, and compares all of it: the name, a digest, only finds the file. The CRC
+A file is a header, the XXH3 of header and page, and the page. The reader knows the header that it wants, with
+every token up to the page's end, and compares all of it: the name, a digest, only finds the file. The XXH3
 tells what was torn or has rotted. It protects against accidents; that others cannot write the files is the
 directory's matter.
 """
@@ -9,14 +9,14 @@ directory's matter.
 from __future__ import annotations
 
 import struct
-import zlib
 from hashlib import sha256
 
+from xxhash import xxh3_64
+
 _FIXED = struct.Struct("<8sIIQ32sII")
-_CRC = struct.Struct("<I")
 _MAGIC = b"BATON-KV"
-_VERSION = 1
-CRC_BYTES = _CRC.size
+_VERSION = 2
+CHECKSUM_BYTES = 8
 
 
 class PageNames:
@@ -47,18 +47,24 @@ def header(fingerprint: bytes, namespace: str, key: bytes, group: int, page_byte
 
 def sealed(head: bytes, page: memoryview) -> bytes:
     """What the file has before the page."""
-    return head + _CRC.pack(zlib.crc32(page, zlib.crc32(head)))
+    return head + _checksum(head, page)
 
 
 def fault(head: bytes, found: bytes | bytearray, page: memoryview, size: int) -> str:
     """What is wrong with a file of `size` bytes that begins with `found` and goes on with `page`; empty:
     nothing. "other": it holds something else than `head` says; "damaged": its bytes have changed."""
-    if size != len(head) + CRC_BYTES + len(page):
+    if size != len(head) + CHECKSUM_BYTES + len(page):
         return "damaged"
     if found[: len(head)] != head:
         return "other"
-    crc = zlib.crc32(page, zlib.crc32(head))
-    return "" if found[len(head) :] == _CRC.pack(crc) else "damaged"
+    return "" if found[len(head) :] == _checksum(head, page) else "damaged"
+
+
+def _checksum(head: bytes, page: memoryview) -> bytes:
+    """Lets other threads run meanwhile."""
+    checksum = xxh3_64(head)
+    checksum.update(page)
+    return checksum.digest()
 
 
 def begins_with(found: bytes, namespace: str, first: bytes) -> bool:

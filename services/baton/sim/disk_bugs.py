@@ -14,7 +14,7 @@ from baton.sim.planting import PlantedChange, Wrong, bug
 def _names_its_own(
     fault: Wrong, job: FileJob, each: FilePage, found: bytes, page: memoryview, size: int
 ) -> str:
-    return page_file.fault(found[: -page_file.CRC_BYTES], found, page, size)
+    return page_file.fault(found[: -page_file.CHECKSUM_BYTES], found, page, size)
 
 
 ANY_HEADER: PlantedChange = (FileJob, "fault", _names_its_own)

@@ -62,7 +62,7 @@ class SimFiles:
         if found is None:
             faults.append("gone")
         else:
-            begin = len(job.header(each)) + page_file.CRC_BYTES
+            begin = len(job.header(each)) + page_file.CHECKSUM_BYTES
             page = found.held[begin : begin + self._pool.page_bytes]
             if self._allocator.state(each.page) is not PageState.OWNED:
                 raise Violation(f"writer: a read of {self._worker.who} writes page {each.page}")

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from stat import S_ISREG
 
 from baton.kvcache.disk_tier import DiskTier, FileJob, FilePage
-from baton.kvcache.page_file import CRC_BYTES, begin_bytes, begins_with, sealed
+from baton.kvcache.page_file import CHECKSUM_BYTES, begin_bytes, begins_with, sealed
 from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
 
@@ -143,7 +143,7 @@ class PageDirectory:
         path = self._file(each.name)
         try:
             page = self._page(each.page)
-            found, more = bytearray(len(job.header(each)) + CRC_BYTES), bytearray(1)
+            found, more = bytearray(len(job.header(each)) + CHECKSUM_BYTES), bytearray(1)
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 size = os.preadv(file, [found, page, more], 0)
