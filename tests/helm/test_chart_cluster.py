@@ -7,8 +7,16 @@ from chart import ROOT, member, selects
 
 from baton.rpc.metrics import GAUGES, SECONDS
 
-CALLS = {("gateway", "tokenizer"), ("gateway", "decode"), ("decode", "prefill"), ("gateway", "prefill")}
-"""Who connects to whom. The last: `baton status` in a gateway's pod."""
+CALLS = {
+    ("gateway", "tokenizer"),
+    ("gateway", "decode"),
+    ("decode", "prefill"),
+    ("prefill", "encode"),
+    ("decode", "encode"),
+    ("gateway", "prefill"),
+    ("gateway", "encode"),
+}
+"""Who connects to whom. The last two: `baton status` in a gateway's pod."""
 
 
 def roles_chosen(rendered, selector):
@@ -55,8 +63,18 @@ def test_only_the_gateway_is_open_and_only_callers_reach_nodes(helm, rendered):
         assert policy["spec"]["policyTypes"] == ["Ingress"]
         open_to[role] = policy["spec"]["ingress"]
     assert open_to.keys() == pods.keys()
-    clients = open_to.pop("gateway")
-    assert [port["port"] for rule in clients for port in rule["ports"]] == ["grpc", "http"]
+    clients, pictures = open_to.pop("gateway")
+    assert [port["port"] for port in clients["ports"]] == ["grpc", "http"]
+    args = pods["gateway"]["spec"]["containers"][0]["args"]
+    assert [f"--pictures-port={port['port']}" for port in pictures["ports"]] == [
+        each for each in args if each.startswith("--pictures-port=")
+    ]
+    fetching = {
+        role
+        for peer in pictures["from"]
+        for role in roles_chosen(rendered, peer["podSelector"]["matchLabels"])
+    }
+    assert fetching == {"prefill", "decode", "encode"} & pods.keys()
     calls = set()
     for role, rules in open_to.items():
         grpc, *metrics = rules
@@ -75,10 +93,10 @@ def test_only_the_gateway_is_open_and_only_callers_reach_nodes(helm, rendered):
 def test_gateways_clients_can_be_named(helm):
     def clients(name):
         (policy,) = [p for n, p in helm[1][name].of("NetworkPolicy").items() if n.endswith("-gateway")]
-        return [rule.get("from", "everybody") for rule in policy["spec"]["ingress"]]
+        return policy["spec"]["ingress"][0].get("from", "everybody")
 
-    assert clients("defaults") == ["everybody"]
-    assert clients("everything") == [[{"namespaceSelector": {"matchLabels": {"team": "web"}}}]]
+    assert clients("defaults") == "everybody"
+    assert clients("everything") == [{"namespaceSelector": {"matchLabels": {"team": "web"}}}]
 
 
 def test_replicas_are_the_autoscalers_where_there_is_one(rendered):

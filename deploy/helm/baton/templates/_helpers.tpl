@@ -33,8 +33,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   "gateway" (dict "grpc" 50050 "http" 8000)
   "tokenizer" (dict "grpc" 50051 "http" 51051)
   "prefill" (dict "grpc" 50061 "http" 51061)
-  "decode" (dict "grpc" 50071 "http" 51071)) .) }}
+  "decode" (dict "grpc" 50071 "http" 51071)
+  "encode" (dict "grpc" 50081 "http" 51081)) .) }}
 {{- end }}
+
+{{/* Where workers fetch the images of prompts from a gateway. */}}
+{{- define "baton.picturesPort" -}}50052{{- end }}
 
 {{/* Settings of a role, as JSON: prefill and decode take those of `workers` too. */}}
 {{- define "baton.settings" -}}
