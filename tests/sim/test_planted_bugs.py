@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from planted import BUGS, planted
 
-from baton.sim.bugs import BUGS, planted
 from baton.sim.run import run_seed
 
 TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"

@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planted import BUGS, planted
+from shrink import shrink
 
 from baton.gateway.node_load import NodeLoad
 from baton.gateway.routing import Router
 from baton.sim.audit import EVERY_SECONDS, TOLERATED_SECONDS
-from baton.sim.bugs import BUGS, planted
 from baton.sim.cluster import SimCluster
 from baton.sim.faults import FAULTS, Fault
 from baton.sim.model import SimPool, reference
@@ -24,7 +25,6 @@ from baton.sim.network import Network
 from baton.sim.run import run_many, run_scenario, run_seed
 from baton.sim.scenario import CALM_SECONDS, make_scenario
 from baton.sim.scenario_tiers import REPEATED
-from baton.sim.shrink import shrink
 from baton.sim.transport import LATEST_FIRST_LOOK_SECONDS
 from baton.sim.world import Actor, Violation, World
 

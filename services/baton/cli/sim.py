@@ -17,10 +17,8 @@ from rich.progress import TextColumn
 
 from baton.cli.console import progress_bar
 from baton.cli.options import COUNT, FILE, SECONDS, SIZE, Parsed, option, options
-from baton.sim.bugs import BUGS, planted
 from baton.sim.run import Outcome, run_many, run_scenario
-from baton.sim.scenario import Scenario, make_scenario
-from baton.sim.shrink import shrink
+from baton.sim.scenario import make_scenario
 
 LINE_SECONDS = 10.0
 """Interval of progress lines without a terminal."""
@@ -42,14 +40,6 @@ def _range(text: str) -> range:
     option("--from first", SIZE, None, "First seed with --seconds.  [default: random]"),
     option("--steps", COUNT, None, "End a run after this many events, without the checks at its end."),
     option("--trace", FILE, None, "Write every event of one run to this file."),
-    click.option(
-        "--shrink",
-        "smaller",
-        is_flag=True,
-        help="Reduce a failing run to fewer requests and faults, and print it.",
-    ),
-    option("--bug", click.Choice(sorted(BUGS)), None, "Plant a bug of --list-bugs.", "NAME"),
-    click.option("--list-bugs", is_flag=True, help="List the bugs that can be planted, and exit."),
     option("--jobs", COUNT, None, "Processes for many seeds.  [default: one per core]"),
 )
 def sim(
@@ -59,9 +49,6 @@ def sim(
     first: int | None,
     steps: int | None,
     trace: Path | None,
-    smaller: bool,
-    bug: str | None,
-    list_bugs: bool,
     jobs: int | None,
 ) -> int:
     """Run the real core of all processes in simulated time, with faults, from a seed.
@@ -76,55 +63,30 @@ def sim(
       baton sim --seeds 0-1999                  two thousand
       baton sim --seconds 600                   as many as fit into ten minutes
       baton sim --seed 7 --trace run.txt        with all its events
-      baton sim --seed 0 --bug lease-timer --shrink    is this bug found?
     """
-    bug = bug or ""
-    if list_bugs:
-        width = max(map(len, BUGS))
-        for name, planted_bug in BUGS.items():
-            click.echo(f"{name:{width}}  {planted_bug.text}")
-        return 0
     if sum(option is not None for option in (seed, seeds, seconds)) > 1:
         raise click.UsageError("--seed, --seeds and --seconds exclude each other: give one")
     if seeds is None and seconds is None:
-        with planted(bug):
-            return _one(secrets.randbits(32) if seed is None else seed, steps, trace, smaller)
-    if trace is not None or smaller:
-        raise click.UsageError("--trace and --shrink are for one run: give --seed")
+        return _one(secrets.randbits(32) if seed is None else seed, steps, trace)
+    if trace is not None:
+        raise click.UsageError("--trace is for one run: give --seed")
     start = secrets.randbits(32) if first is None else first
     source: Iterable[int] = seeds if seeds is not None else itertools.count(start)
-    outcomes = run_many(source, max_steps=steps, jobs=jobs, seconds=seconds, bug=bug)
-    return _many(outcomes, len(seeds) if seeds is not None else None, start if seeds is None else None, bug)
+    outcomes = run_many(source, max_steps=steps, jobs=jobs, seconds=seconds)
+    return _many(outcomes, len(seeds) if seeds is not None else None, start if seeds is None else None)
 
 
-def _one(seed: int, steps: int | None, trace: Path | None, smaller: bool) -> int:
+def _one(seed: int, steps: int | None, trace: Path | None) -> int:
     scenario = make_scenario(seed)
     outcome = run_scenario(scenario, steps)
     click.echo(str(outcome))
-    if smaller and outcome.rule:
-        scenario, outcome = shrink(scenario, outcome.rule, _print_size)
-        click.echo(f"shrunk: {outcome}")
-        for line in _describe(scenario):
-            click.echo(f"  {line}")
     if trace is not None:
         with trace.open("w") as file:
             run_scenario(scenario, steps, lambda line: print(line, file=file))
     return 1 if outcome.failure else 0
 
 
-def _print_size(scenario: Scenario) -> None:
-    click.echo(f"  {len(scenario.requests)} requests, {len(scenario.faults)} faults", err=True)
-
-
-def _describe(scenario: Scenario) -> list[str]:
-    """The contents of a scenario."""
-    lines = [f"prefill p{i}: {worker} {rest}" for i, (worker, rest) in enumerate(scenario.prefill)]
-    lines += [f"decode d{i}: {worker} {rest}" for i, (worker, rest) in enumerate(scenario.decode)]
-    lines += [f"request {spec}" for spec in scenario.requests]
-    return lines + [f"fault at {fault}" for fault in scenario.faults]
-
-
-def _many(outcomes: Iterable[Outcome], total: int | None, start: int | None, bug: str) -> int:
+def _many(outcomes: Iterable[Outcome], total: int | None, start: int | None) -> int:
     ends: Counter[str] = Counter()
     runs = failed = tokens = 0
     with _SeedProgress(total) as advance:
@@ -134,8 +96,7 @@ def _many(outcomes: Iterable[Outcome], total: int | None, start: int | None, bug
             ends.update(outcome.requests)
             if outcome.failure:
                 failed += 1
-                flag = f" --bug {bug}" if bug else ""
-                click.echo(f"{outcome}; replay: baton sim --seed {outcome.seed}{flag} --trace FILE")
+                click.echo(f"{outcome}; replay: baton sim --seed {outcome.seed} --trace FILE")
             advance(failed)
     where = f" from seed {start} on" if start is not None else ""
     requests = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton import cgroups
-from baton.sim import bugs
 from baton.sim.cluster import SimCluster
 from baton.sim.scenario import Scenario, make_scenario
 from baton.sim.world import Trace, Violation
@@ -96,10 +95,9 @@ CHUNK = 25
 """Seeds that a process runs before it reports."""
 
 
-def run_chunk(seeds: list[int], max_steps: int | None, bug: str) -> list[Outcome]:
+def run_chunk(seeds: list[int], max_steps: int | None) -> list[Outcome]:
     """In a process of its own; also imports only once."""
-    with bugs.planted(bug):
-        return [run_seed(seed, max_steps) for seed in seeds]
+    return [run_seed(seed, max_steps) for seed in seeds]
 
 
 def end_with_parent() -> None:
@@ -121,7 +119,6 @@ def run_many(
     max_steps: int | None = None,
     jobs: int | None = None,
     seconds: float | None = None,
-    bug: str = "",
 ) -> Iterator[Outcome]:
     """Outcomes as they come. `seconds`: no more seeds are begun after that."""
     jobs = jobs or cgroups.cores()
@@ -138,7 +135,7 @@ def run_many(
                     chunk = list(itertools.islice(source, CHUNK))
                     if not chunk:
                         break
-                    running.add(pool.submit(run_chunk, chunk, max_steps, bug))
+                    running.add(pool.submit(run_chunk, chunk, max_steps))
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)

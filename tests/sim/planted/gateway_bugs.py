@@ -8,8 +8,8 @@ from baton.gateway.decode_client import DecodeClient
 from baton.gateway.request import GatewayRequest
 from baton.gateway.resume import ResumeAttempts
 from baton.rpc.errors import BatonError
-from baton.sim.planting import Wrong, bug
 from baton.v1 import decode_pb2
+from planted.planting import Wrong, bug
 
 # --- resumes ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.step_builder import Step
 from baton.kvcache.host_tier import HostTier, TierCopy
 from baton.kvcache.kv_groups import NO_PAGE
-from baton.sim.planting import Wrong, bug
+from planted.planting import Wrong, bug
 
 
 @bug(

@@ -8,7 +8,7 @@ from baton.engine.plan import Logprobs, RowResult, StepResult
 from baton.engine.request import Sequence, TokenEvent
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_builder import Record, Step
-from baton.sim.planting import Wrong, bug
+from planted.planting import Wrong, bug
 
 
 @bug(

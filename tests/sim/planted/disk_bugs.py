@@ -8,7 +8,7 @@ from dataclasses import replace
 from baton.kvcache import page_file
 from baton.kvcache.disk_tier import DiskTier, FileJob, FilePage
 from baton.kvcache.page_file import PageNames
-from baton.sim.planting import PlantedChange, Wrong, bug
+from planted.planting import PlantedChange, Wrong, bug
 
 
 def _names_its_own(

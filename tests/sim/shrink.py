@@ -1,16 +1,25 @@
 """Reduces a failing scenario: fewer faults, fewer and simpler requests, while the same rule is broken.
 
+    python tests/sim/shrink.py --seed 198 --trace FILE
+    python tests/sim/shrink.py --seed 0 --bug lease-timer
+
+Prints what is left; with a bug of `planted`, of the core with it. Exits with 1 if the run breaks a rule.
 Greedy removal of ever smaller parts, after Zeller and Hildebrandt's delta debugging (2002).
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
+from planted import BUGS, planted
+
 from baton.sim.run import Outcome, run_scenario
-from baton.sim.scenario import Scenario
+from baton.sim.scenario import Scenario, make_scenario
 from baton.sim.scenario_requests import RequestSpec
 
 T = TypeVar("T")
@@ -70,3 +79,41 @@ def _plainer(spec: RequestSpec) -> Iterator[RequestSpec]:
         yield replace(spec, params=replace(spec.params, stop_token_ids=frozenset()))
     if spec.priority:
         yield replace(spec, priority=0)
+
+
+def _described(scenario: Scenario) -> Iterator[str]:
+    yield from (f"prefill p{i}: {worker} {rest}" for i, (worker, rest) in enumerate(scenario.prefill))
+    yield from (f"decode d{i}: {worker} {rest}" for i, (worker, rest) in enumerate(scenario.decode))
+    yield from (f"request {spec}" for spec in scenario.requests)
+    yield from (f"fault at {fault}" for fault in scenario.faults)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--bug", choices=sorted(BUGS), default="", help="planted into the core")
+    parser.add_argument("--trace", type=Path, help="a file for every event of the smaller run")
+    options = parser.parse_args()
+    with planted(options.bug):
+        scenario = make_scenario(options.seed)
+        outcome = run_scenario(scenario)
+        print(outcome)
+        if outcome.rule:
+            scenario, outcome = shrink(
+                scenario,
+                outcome.rule,
+                lambda smaller: print(
+                    f"  {len(smaller.requests)} requests, {len(smaller.faults)} faults", file=sys.stderr
+                ),
+            )
+            print(f"shrunk: {outcome}", *_described(scenario), sep="\n  ")
+        if options.trace is not None:
+            with options.trace.open("w") as file:
+                run_scenario(scenario, trace=lambda line: print(line, file=file))
+    return 1 if outcome.failure else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from baton.handoff.fetch import Fetch, Fetches
 from baton.handoff.messages import ChunkAnnounced
 from baton.kvcache import NO_PAGE, BlockTable, KvCacheManager
 from baton.layers.cache_spec import State
-from baton.sim.planting import Wrong, bug
+from planted.planting import Wrong, bug
 
 
 @bug("state-border", "a row keeps the state of its end alone", 25, State, "stops", seed=3)

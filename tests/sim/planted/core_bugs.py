@@ -1,5 +1,4 @@
-"""Bugs that can be planted into the real core, one at a time, to show that the simulator finds them. Those of
-the gateway are in `gateway_bugs`, those of the host tier in `host_tier_bugs`."""
+"""Bugs of workers: schedulers, pages, hand-offs, ranks."""
 
 from __future__ import annotations
 
@@ -21,21 +20,13 @@ from baton.kvcache import BlockTable, KvCacheManager, PageAllocator
 from baton.kvcache.tree_node import PageRow
 from baton.kvcache.window_pages import WindowPages
 from baton.layers.cache_spec import CacheSpec
-from baton.sim import disk_bugs as disk_bugs
-from baton.sim import draft_bugs as draft_bugs
-from baton.sim import gateway_bugs as gateway_bugs
-from baton.sim import host_tier_bugs as host_tier_bugs
-from baton.sim import source_bugs as source_bugs
-from baton.sim import state_bugs as state_bugs
-from baton.sim.planting import BUGS as BUGS
-from baton.sim.planting import Wrong, bug
-from baton.sim.planting import planted as planted
 from baton.sim.ranks import Collective, SimRanks
 from baton.sim.transport import SimPull as SimPull
 from baton.worker.decode.core import DecodeCore
 from baton.worker.prefill.core import PrefillCore
 from baton.worker.ranks.plan_codec import PlanDecoder, Table, Tables
 from baton.worker.ranks.runner import RankedRunner, RanksLost
+from planted.planting import Wrong, bug
 
 # --- leases and attempts ------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from baton.handoff.messages import ChunkAnnounced
 from baton.kvcache.kv_events import content_digest
-from baton.sim.planting import Wrong, bug
 from baton.worker.sources.borrower import Borrower, Borrowing
+from planted.planting import Wrong, bug
 
 
 @bug("other-tokens", "lent pages are pulled whatever their tokens are", 200, Borrower, "_lent", seed=82)
