@@ -29,6 +29,10 @@ def stories(worker: Worker) -> list[list[Event]]:
 def lives(story: list[Event]) -> list[list[Event]]:
     found: list[list[Event]] = [[]]
     for event in story:
+        if not found[-1] and event.kind is not EventKind.RECEIVED:  # the name came again before it had ended
+            found[-1].append(
+                found[-2].pop(max(i for i, e in enumerate(found[-2]) if e.kind is EventKind.RECEIVED))
+            )
         found[-1].append(event)
         if event.kind is EventKind.ENDED:
             found.append([])

@@ -431,6 +431,46 @@ def test_a_read_waits_for_those_before_it(node):
     assert not other.disk._reading
 
 
+def test_what_is_being_removed_is_not_removed_twice(node, monkeypatch):
+    """Many choices of a request may find the same pages damaged."""
+    one = node()
+    one.put()
+    removals = []
+    remove = one.files.remove
+    monkeypatch.setattr(one.files, "remove", lambda *of: (removals.append(of), remove(*of)))
+    first = one.host.cache.encode(TOKENS[:SIZE])
+    for _ in range(8):
+        one.disk.withdraw("", first)
+    assert len(removals) == 1
+    one.settle()
+    one.disk.withdraw("", first)
+    assert len(removals) == 2
+
+
+def test_files_of_another_version_have_other_names(monkeypatch):
+    names = []
+    for version in (page_file._VERSION, page_file._VERSION + 1):
+        monkeypatch.setattr(page_file, "_VERSION", version)
+        names.append(page_file.PageNames(LAYOUT, "", bytes(4 * SIZE), 4 * SIZE).name(0, 0))
+    assert names[0] != names[1]
+
+
+def test_a_process_whose_neighbour_evicts_forgets_the_files_age(tmp_path: Path):
+    tmp_path.chmod(0o700)
+    directory = PageDirectory(tmp_path, 10**9, lambda page: memoryview(b""))
+    for number in range(3000):
+        name = f"{number:064x}-0"
+        path = tmp_path / name[:2] / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(10))
+        if number % 100 == 99:
+            directory._scan()
+            for each in files(tmp_path)[:-1]:
+                each.unlink()
+    directory._scan()
+    assert directory.size == 10 and len(directory._by_age) < 1200
+
+
 @pytest.mark.parametrize("used", [(), (0, 5)])
 def test_many_files_are_evicted_by_age_without_being_sorted(tmp_path: Path, used: tuple[int, ...]):
     """What was read since it was found counts as young."""

@@ -128,6 +128,8 @@ def test_shapes_have_room(head):
             assert shape is not None and shape.rows >= rows and shape.drafts >= drafts
             assert shape.rows < 2 * rows and shape.drafts <= drafts + 1
     assert graphs.shape(65, 1) is None and graphs.shape(1, 8) is None
+    # Longer rows of drafts than there are shapes for run without.
+    assert HeadGraphs(head, attention, CONTEXT, DRAFTS[-1] + 1, 48).shapes == graphs.shapes
 
 
 def test_tokens_by_temperature_are_the_samplers():

@@ -57,6 +57,7 @@ class Shell:
     """A decode node's shell without an engine."""
 
     layout, incarnation, model_info = LAYOUT, 7, SimpleNamespace(vocab_size=100)
+    hidden_form = None
 
     def __init__(self):
         self.now, self.calls, self.links = 1000.0, [], {}

@@ -93,7 +93,7 @@ def test_tensors_that_do_not_fit_together_are_named(tmp_path):
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by 'bitsandbytes'"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "'gptq' with 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "'marlin'"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:x": {}}}, "different schemes"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x": {"bits": 8}}}, "different schemes"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "cannot be used"),

@@ -28,7 +28,7 @@ from baton.worker.decode.shell import DecodeShell
 from baton.worker.decode.stream import DecodeStream
 from baton.worker.decode.types import DecodeCounters, DoneOutput
 from baton.worker.handoff_messages import events_from, request_for
-from baton.worker.hidden_states import MOST_BYTES, HiddenForm, layers_to
+from baton.worker.hidden_states import MOST_BYTES, HiddenForm, last_rows, layers_to
 from baton.worker.prefill.core import PrefillCounters
 from baton.worker.prefill.shell import FULL_STEP, LeaseStream, PrefillShell
 from baton.worker.shell import WorkerShell
@@ -277,7 +277,7 @@ def test_hidden_states_are_sent_to_callers_that_ask_for_them():
     assert caller.hidden_layers == form.layers
     states = torch.randn(9, form.values).bfloat16()
     name = AttemptName(1, 2, 3, 4)
-    node._deliver({caller: [FirstSampled(name, ((5, None),), 3, (), states)]})
+    node._deliver({caller: [FirstSampled(name, ((5, None),), 3, (), last_rows(states))]})
     (event,) = events(caller)
     assert len(event.first.hidden) == MOST_BYTES
     response = prefill_pb2.PrefillResponse(events=[event])
@@ -287,7 +287,7 @@ def test_hidden_states_are_sent_to_callers_that_ask_for_them():
     with pytest.raises(BatonError, match="65536 bytes of hidden states, of 24576 bytes a token"):
         list(events_from(response, 100, {}, replace(form, values=3 * 4096)))
     wide = torch.randn(2, 2**17)
-    node._deliver({caller: [FirstSampled(name, ((5, None),), 3, (), wide)]})
+    node._deliver({caller: [FirstSampled(name, ((5, None),), 3, (), last_rows(wide))]})
     assert events(caller)[0].first.hidden == wide[1:].numpy().tobytes()
 
 

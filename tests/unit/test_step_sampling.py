@@ -144,7 +144,7 @@ def test_the_longest_row_of_a_decode_step_is_the_first(monkeypatch):
     monkeypatch.setattr(sampler, "simple", lambda slots, ends: (None, ends * 100 + slots))
     runner, graphs = object.__new__(ModelRunner), cast(Any, Graphs())
     runner._slots = cast(Any, SimpleNamespace(changes=lambda rows, fresh: None))
-    runner._sampler = sampler
+    runner._sampler, runner._tap_buffer = sampler, None
     runner._sampling = StepSampling(sampler, DeviceSlots(8, 1, 0, CPU), None)
     runner._sampling.graphs = graphs
     for starts in ([5, 9, 700, 9, 1, 30], [9, 9, 2], [1, 2, 3], [4]):

@@ -36,6 +36,11 @@ class EmbeddingCache:
                 self._known.move_to_end(digest)
             return found
 
+    def clear(self) -> None:
+        with self._lock:
+            self._known.clear()
+            self.bytes = 0
+
     def add(self, digest: bytes, rows: torch.Tensor) -> None:
         with self._lock:
             before = self._known.pop(digest, None)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import grpc
 
 from baton.config import GatewayConfig
-from baton.gateway.prompt_images import check_images, image_parts
+from baton.gateway.prompt_images import MANY_MESSAGES, check_images, image_parts
 from baton.rpc.errors import BatonError, invalid
 from baton.rpc.validate import (
     check_choices,
@@ -160,12 +160,11 @@ def _check_prompt(
     else:
         if not start.chat.messages:
             raise invalid("chat.messages", "the conversation is empty: give at least one message")
-        check_images(start.chat, model)
-        # All bytes of the message, if they are few enough: counting is left to the library, which would copy
+        # Of many messages all bytes, if they are few enough: counting is left to the library, which copies
         # images.
-        images = any(True for _ in image_parts(start.chat))
-        size = 0 if images else start.chat.ByteSize()
-        if images or size > max_bytes:
+        many = len(start.chat.messages) > MANY_MESSAGES
+        size = start.chat.ByteSize() if many else max_bytes + 1
+        if size > max_bytes:
             size = _chat_bytes(start.chat, max_bytes)
     field = "text" if kind == "text" else "chat.messages"
     if model is not None and size > MAX_TOKEN_BYTES * model.context_length:
@@ -176,6 +175,8 @@ def _check_prompt(
         raise error
     if size > max_bytes:
         raise invalid(field, f"the prompt has at least {size} bytes, more than the {max_bytes} allowed here")
+    if kind == "chat":
+        check_images(image_parts(start.chat), model)
 
 
 def _chat_bytes(chat: tokenizer_pb2.ChatPrompt, limit: int) -> int:
@@ -185,7 +186,8 @@ def _chat_bytes(chat: tokenizer_pb2.ChatPrompt, limit: int) -> int:
         if size > limit:
             return size
         size += len(message.role) + _utf8_bytes(message.content, limit)
-        size += sum(_utf8_bytes(part.text, limit) for part in message.parts)
+        if parts := message.parts:
+            size += sum(_utf8_bytes(part.text, limit) for part in parts)
         size += len(message.name) + _utf8_bytes(message.reasoning, limit)
         for call in message.tool_calls:
             size += len(call.name) + _utf8_bytes(call.arguments, limit)

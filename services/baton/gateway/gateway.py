@@ -97,7 +97,9 @@ class Gateway(GatewayShell):
         return info
 
     async def pictures_address(self) -> str:
-        return await self._pictures_server.address(next(iter(self.nodes.decode), ""))
+        nodes = self.nodes.decode
+        peer = next((address for address, node in nodes.items() if node.usable), next(iter(nodes), ""))
+        return await self._pictures_server.address(peer)
 
     def follow_load(self, address: str) -> asyncio.Task[Any]:
         watch = CacheWatch(address, self.router, self.dial)

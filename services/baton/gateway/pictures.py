@@ -140,7 +140,16 @@ class PictureStore:
         return kept
 
     def _make_room(self, size: int, place: str) -> None:
+        if size > self._max_bytes:
+            text = (
+                f"{place} has {size} bytes of pixels; --image-memory-mib allows {self._max_bytes >> 20} MiB"
+            )
+            raise invalid(place, text, "IMAGE")
         idle = [digest for digest, kept in self._kept.items() if not kept.holders]
+        free = sum(self._kept[digest].picture.pixels.nbytes for digest in idle)
+        if self._bytes - free + size > self._max_bytes:
+            text = f"{place}: images of running requests fill the {self._max_bytes >> 20} MiB that they may"
+            raise exhausted(f"{text} take (--image-memory-mib): send it again later", "PICTURES_FULL", 1000)
         for digest in idle:
             if self._bytes + size <= self._max_bytes:
                 return
@@ -148,9 +157,6 @@ class PictureStore:
             self._bytes -= dropped.picture.pixels.nbytes
             for name in dropped.names:
                 del self._names[name]
-        if self._bytes + size > self._max_bytes:
-            text = f"{place}: images of running requests fill the {self._max_bytes >> 20} MiB that they may"
-            raise exhausted(f"{text} take (--image-memory-mib): send it again later", "PICTURES_FULL", 1000)
 
 
 class PictureLease:

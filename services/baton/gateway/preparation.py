@@ -10,7 +10,7 @@ from baton.gateway.authentication import ApiKey
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
 from baton.gateway.pictures import PictureLease
-from baton.gateway.prompt_images import ImageSize, image_parts, read_images, with_images, without_files
+from baton.gateway.prompt_images import ImageSize, find_images, read_images, with_images, without_files
 from baton.gateway.prompts import EncodedPrompt, GatewaySession, encode_prompt
 from baton.gateway.shell import GatewayShell
 from baton.rpc.validate import require_grammars
@@ -58,9 +58,11 @@ async def prepare(
     """
 
     async def read(chat: tokenizer_pb2.ChatPrompt) -> list[ImageSize]:
-        if next(image_parts(chat), None) is not None:
-            timing.begin_phase("images")
-        return await read_images(chat, gateway.model(), lease)
+        parts = await find_images(chat)
+        if not parts:
+            return []
+        timing.begin_phase("images")
+        return await read_images(parts, gateway.model(), lease)
 
     prompt = await encode_prompt(
         start, session, gateway.tokenizer, timing.remaining, name, traceparent, tokenizing, read
@@ -97,7 +99,8 @@ async def encode_chat(
     """The tokens of a chat that is not run, its images' included. Raises BatonError."""
     lease = PictureLease(gateway.pictures, api_key.owner, start.namespace)
     try:
-        images = await read_images(start.chat, gateway.model(), lease)
+        parts = await find_images(start.chat)
+        images = await read_images(parts, gateway.model(), lease) if parts else []
     finally:
         lease.release()
     given = tokenizer_pb2.EncodeInput(chat=without_files(start.chat, images))

@@ -293,8 +293,10 @@ class DiskTier:
         for job in self._running.values():
             if job.namespace == namespace and job.key.startswith(first):
                 job.spoiled = True
-        self._withdrawn[namespace, first] += 1
         self._asked.clear()
+        if self._withdrawn[namespace, first]:
+            return  # its files are being removed, and none is written meanwhile
+        self._withdrawn[namespace, first] += 1
         self.files.remove(namespace, first)
 
     def removed(self, namespace: str, first: bytes) -> None:

@@ -21,12 +21,13 @@ CHECKSUM_BYTES = 8
 
 class PageNames:
     """Digests of a sequence's page indexes, of 32 bytes, each computed when it is first asked for. A digest
-    stands for the fingerprint, the namespace and all tokens up to the page's end."""
+    stands for the files' version, the fingerprint, the namespace and all tokens up to the page's end."""
 
     def __init__(self, fingerprint: bytes, namespace: str, key: bytes, stride: int) -> None:
         """`key`: of whole pages, of `stride` bytes each."""
         self._key, self._stride = key, stride
-        self._known = [sha256(fingerprint + namespace.encode("utf-8", "surrogatepass")).digest()]
+        kind = _MAGIC + bytes([_VERSION]) + fingerprint
+        self._known = [sha256(kind + namespace.encode("utf-8", "surrogatepass")).digest()]
 
     def name(self, row: int, group: int) -> str:
         """The file's, of this KV group's page at page index `row`."""

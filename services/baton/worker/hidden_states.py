@@ -30,11 +30,15 @@ def layers_from(layers: Sequence[int]) -> tuple[int, ...]:
     return tuple(FINAL if layer == _FINAL else layer for layer in layers)
 
 
-def hidden_to(hidden: torch.Tensor) -> bytes:
-    """[tokens, values] -> PrefillResponse's FirstTokens.hidden: of the last tokens, as many as there is room
-    for."""
+def last_rows(hidden: torch.Tensor) -> torch.Tensor:
+    """[tokens, values] -> a copy of the last tokens, as many as there is room for in a message."""
     rows = max(1, MOST_BYTES // (hidden.shape[1] * hidden.itemsize))
-    return hidden[-rows:].contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return hidden[-rows:].clone()
+
+
+def hidden_to(hidden: torch.Tensor) -> bytes:
+    """What `last_rows` gave -> PrefillResponse's FirstTokens.hidden."""
+    return hidden.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ READERS = 4
 """Threads that read the files of a prompt."""
 SCAN_SECONDS = 10.0
 """How often other processes' files are looked for."""
+SCAN_SHARE = 50
+"""Looking takes at most one part in so many of the time."""
 PAUSE_SECONDS = 10.0
 """Nothing is written for so long after a write has failed: the disk may be full."""
 LEAVE = 0.95
@@ -170,7 +172,7 @@ class PageDirectory:
     # --- writing ----------------------------------------------------------------------------------------
 
     def _serve_writes(self) -> None:
-        scanned = time.monotonic()
+        scanned, pause = time.monotonic(), SCAN_SECONDS
         while True:
             try:
                 job = self._writes.get(timeout=SCAN_SECONDS)
@@ -181,9 +183,10 @@ class PageDirectory:
                 pass
             except Exception as error:
                 _log.error("the disk tier's directory", exc_info=error)
-            if time.monotonic() - scanned >= SCAN_SECONDS:
+            if (began := time.monotonic()) - scanned >= pause:
                 self._look_again()
                 scanned = time.monotonic()
+                pause = max(SCAN_SECONDS, SCAN_SHARE * (scanned - began))
 
     def _look_again(self) -> None:
         try:
@@ -262,7 +265,7 @@ class PageDirectory:
 
     def _remove_all(self, namespace: str, first: bytes) -> None:
         self._scan()  # other processes' files, too
-        for name in [name for folder in self._known.values() for name in folder]:
+        for name in [name for folder in self._known.values() for name in list(folder)]:
             path = self._file(name)
             try:
                 with path.open("rb") as file:
@@ -271,6 +274,7 @@ class PageDirectory:
                 continue
             if begins_with(found, namespace, first):
                 _discard(path)
+                self.size -= self._known[name[:2]].get(name, (0, 0.0))[0]
                 self._forget(name)
 
     # --- the directory ----------------------------------------------------------------------------------
@@ -295,6 +299,11 @@ class PageDirectory:
             if found:
                 time.sleep(0)
         self.size, self._unseen = size, 0
+        if len(self._by_age) > 2 * sum(map(len, self._known.values())) + 1000:  # others have evicted
+            self._by_age = [
+                (used, name) for known in self._known.values() for name, (_, used) in known.items()
+            ]
+            heapq.heapify(self._by_age)
 
     def _files_of(self, folder: str) -> dict[str, tuple[int, float]]:
         """Bytes, and when last used, of the finished files in a folder; unfinished ones of processes that are

@@ -103,7 +103,9 @@ class HeadGraphs:
         self._device, self._size = pool.device, pool.layout.page_size
         self._context, self._spare = context, pool.num_pages
         self._pages = -(-(context + 2 * DRAFTS[-1]) // self._size)
-        lengths = [each for each in DRAFTS if each < drafts] + [min(e for e in DRAFTS if e >= drafts)]
+        lengths = [each for each in DRAFTS if each < drafts] + [
+            min([e for e in DRAFTS if e >= drafts] or DRAFTS[-1:])
+        ]
         sizes = [each for each in ROWS if each < rows] + [min([e for e in ROWS if e >= rows] or ROWS[-1:])]
         shapes = sorted({HeadShape(r, k) for r in sizes for k in lengths if r * (k + 1) <= MOST_TOKENS})
         self.shapes = shapes

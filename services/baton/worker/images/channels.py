@@ -20,12 +20,11 @@ class Channels:
         self._open: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
 
     async def to(self, address: str) -> grpc.aio.Channel:
-        if address not in self._open:
-            self._open[address] = self._dial(address)
-            if len(self._open) > MAX_CHANNELS:
-                await self._open.popitem(last=False)[1].close(CLOSE_SECONDS)
-        self._open.move_to_end(address)
-        return self._open[address]
+        channel = self._open.pop(address, None) or self._dial(address)
+        self._open[address] = channel
+        if len(self._open) > MAX_CHANNELS:
+            await self._open.popitem(last=False)[1].close(CLOSE_SECONDS)
+        return channel
 
     async def close(self) -> None:
         for channel in self._open.values():

@@ -48,6 +48,8 @@ class ImageContents:
         self._spawn = spawn
         self._side, self._room = tower.patch * tower.merge, room
         """Pixels of a token's height and width."""
+        self._embedding = tower.values * tower.dtype.itemsize
+        """Bytes of a token."""
         self._loop = asyncio.get_running_loop()
         self._known: weakref.WeakValueDictionary[bytes, ImageContent] = weakref.WeakValueDictionary()
         self._running: dict[tuple[bytes, ImageSource], asyncio.Task[ImageContent | BatonError]] = {}
@@ -63,48 +65,51 @@ class ImageContents:
     ) -> dict[bytes, ImageContent]:
         """By digest. Raises BatonError."""
         wanted = {image.digest: image for image in images}
-        found: dict[bytes, ImageContent] = {}
-        for digest, image in wanted.items():
-            rows = self._embeddings.get(digest)
-            if rows is not None and rows.shape[1] == image.rows * image.columns:
-                found[digest] = rows
-        missing = [image for digest, image in wanted.items() if digest not in found]
+        need = sum(self._bytes(image, source) for image in wanted.values())
+        if need > self._room:
+            text = f"the images have {need} bytes of pixels; this node takes {self._room} at a time"
+            raise exhausted(text, "TOO_MANY_IMAGES")
         try:
             async with asyncio.timeout(seconds):
-                tasks = await self._fetches(missing, source, found)
+                found, tasks = await self._begin(list(wanted.values()), source)
                 for digest, task in tasks.items():
                     found[digest] = self._check(await asyncio.shield(task), wanted[digest])
         except TimeoutError:
             raise deadline_exceeded(f"images did not come within {seconds:g} s") from None
         return found
 
-    async def _fetches(
-        self, images: Sequence[ImageSpan], source: ImageSource, found: dict[bytes, ImageContent]
-    ) -> dict[bytes, asyncio.Task[ImageContent | BatonError]]:
-        """Adds what is here to `found`; returns what comes."""
+    async def _begin(
+        self, images: Sequence[ImageSpan], source: ImageSource
+    ) -> tuple[dict[bytes, ImageContent], dict[bytes, asyncio.Task[ImageContent | BatonError]]]:
+        """What is here, and what comes. Who waits for room or for a turn holds nothing that takes room."""
         async with self._turn:
             while True:
-                for image in images:
-                    if (pixels := self._known.get(image.digest)) is not None:
-                        found[image.digest] = self._check(pixels, image)
+                found = {
+                    image.digest: content for image in images if (content := self._here(image)) is not None
+                }
                 left = [image for image in images if image.digest not in found]
                 new = [each for each in left if (each.digest, source) not in self._running]
-                need = sum(self._bytes(image) for image in new)
-                if need > self._room:
-                    text = f"the images have {need} bytes of pixels; this node takes {self._room} at a time"
-                    raise exhausted(text, "TOO_MANY_IMAGES")
-                if self.used + need <= self._room:
+                if self.used + sum(self._bytes(image, source) for image in new) <= self._room:
                     break
+                found.clear()
+                self._embeddings.clear()
                 self._freed.clear()
                 await self._freed.wait()
             for image in new:
-                self.used += self._bytes(image)
+                self.used += self._bytes(image, source)
                 fetch = self._spawn(self._fetch(image, source), "image")
                 self._running[image.digest, source] = fetch
-            return {image.digest: self._running[image.digest, source] for image in left}
+            return found, {image.digest: self._running[image.digest, source] for image in left}
+
+    def _here(self, image: ImageSpan) -> ImageContent | None:
+        rows = self._embeddings.get(image.digest)
+        if rows is not None and rows.shape[1] == image.rows * image.columns:
+            return rows
+        content = self._known.get(image.digest)
+        return None if content is None else self._check(content, image)
 
     async def _fetch(self, image: ImageSpan, source: ImageSource) -> ImageContent | BatonError:
-        size = self._bytes(image)
+        size = self._bytes(image, source)
         try:
             content: ImageContent | None = await self._encoded(image, source)
             if content is None:
@@ -138,8 +143,10 @@ class ImageContents:
         if self._encoders is not None:
             await self._encoders.close()
 
-    def _bytes(self, image: ImageSpan) -> int:
-        return 3 * image.rows * image.columns * self._side**2
+    def _bytes(self, image: ImageSpan, source: ImageSource) -> int:
+        """Of its pixels, or of what encode nodes may make of them."""
+        pixels = 3 * self._side**2
+        return image.rows * image.columns * (max(pixels, self._embedding) if source.encoders else pixels)
 
     def _dropped(self, size: int) -> None:
         """Pixels are gone, in any thread."""

@@ -21,6 +21,8 @@ from baton.worker.images.spans import images_to
 
 RUN_SECONDS = 30.0
 """The longest that one image may take at one node."""
+NOT_THE_NODES = ("PICTURE_GONE", "PICTURES_LOST", "WRONG_PICTURE")
+"""Reasons that are the gateway's matter or the request's."""
 AVOID_SECONDS = 5.0
 """A node that has failed is not asked for so long."""
 
@@ -49,6 +51,8 @@ class EncoderClient:
                 error = from_rpc_error(failure)
             except BatonError as failure:
                 error = failure
+            if error.reason in NOT_THE_NODES:
+                return None
             self._failed[address] = time.monotonic()
             _log.warning("encode node failed", address=address, reason=error.reason, error=error.message)
         return None

@@ -38,6 +38,7 @@ from baton.kvcache import KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import EventKind, Recorder
 from baton.worker.core import CoreShell, FetchedImages, NoImages
+from baton.worker.hidden_states import last_rows
 from baton.worker.sources.sharing import CacheSharing, LeaseOutputs, by_holder
 
 
@@ -369,9 +370,10 @@ class PrefillCore:
             tuple(attempt.first),
             request.cached_tokens or 0,
             tuple(request.prompt_logprobs),
-            request.hidden,
+            None if request.hidden is None else last_rows(request.hidden),
             request.tiers,
         )
+        request.hidden = None
         self.leases.outputs.append((attempt.holder, first))
         if not attempt.keep_pages:
             self.leases.finish(attempt)
