@@ -22,8 +22,6 @@ from baton.pictures.settings import PictureError
 
 SECONDS = 10.0
 """The longest that an image may take, from its name's resolution to its last byte."""
-WIDTH = 16
-"""Images that are fetched at a time; further ones wait, within their time."""
 MOST_CHARACTERS = 4096
 """Of an address."""
 READ_BYTES = 2**16
@@ -49,13 +47,12 @@ class MediaFetcher:
         self._resolve = resolve or _resolve
         self._connect = connect or _connect
         self._seconds = seconds
-        self._room = asyncio.Semaphore(WIDTH)
 
     async def fetch(self, url: str) -> bytes:
         """Raises PictureError."""
         host, port, target = self._parts(url)
         try:
-            async with asyncio.timeout(self._seconds), self._room:
+            async with asyncio.timeout(self._seconds):
                 return await self._fetch(host, port, target)
         except TimeoutError:
             raise PictureError(f"did not arrive within {self._seconds:g} s") from None

@@ -17,6 +17,10 @@ from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid
 
 WIDTH = 2
 """Images that are decoded at a time, for all requests and for one."""
+ARRIVING = 16
+"""Files that are given by address and have not been decoded, at a time."""
+MOST_NAMES = 64
+"""Of a picture: its files may differ in what nobody sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class PictureStore:
         self._settings: PictureSettings | None = None
         self._decoder: PictureDecoder | None = None
         self._threads = ThreadPoolExecutor(WIDTH, "pictures")
+        self.arriving = asyncio.Semaphore(ARRIVING)
+        """Held while a file is fetched and until it is decoded: until then it is counted nowhere else."""
 
     def find(self, digest: bytes) -> Picture | None:
         kept = self._kept.get(digest)
@@ -135,6 +141,8 @@ class PictureStore:
             kept = self._kept[picture.digest] = _Kept(picture)
             self._bytes += picture.pixels.nbytes
         if settings == self._settings:
+            if len(kept.names) >= MOST_NAMES:
+                del self._names[kept.names.pop()]
             kept.names.add(name)
             self._names[name] = picture.digest
         return kept
@@ -169,9 +177,10 @@ class PictureLease:
         self._held: list[Picture] = []
         self._released = False
 
-    async def fetch(self, url: str, place: str) -> bytes:
-        """The file of an image that is given by address. Raises BatonError."""
-        return await self._store.fetch(url, place)
+    async def fetch(self, url: str, settings: PictureSettings, place: str) -> tuple[Picture, bytes]:
+        """As `add`, of an image that is given by address. Raises BatonError."""
+        async with self._store.arriving:
+            return await self.add(await self._store.fetch(url, place), settings, place)
 
     async def add(
         self, file: bytes, settings: PictureSettings, place: str, *, known: bool = False

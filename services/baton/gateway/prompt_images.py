@@ -85,8 +85,9 @@ async def read_images(parts: ImageParts, model: node_pb2.ModelInfo, lease: Pictu
         known = kind == "image_digest"
         file, part.image_digest = getattr(part, kind), b""
         if kind == "image_url":
-            file = await lease.fetch(file, place)
-        picture, part.image_digest = await lease.add(file, settings, place, known=known)
+            picture, part.image_digest = await lease.fetch(file, settings, place)
+        else:
+            picture, part.image_digest = await lease.add(file, settings, place, known=known)
         high, wide = picture.pixels.shape[:2]
         return ImageSize(picture.digest, high // settings.factor, wide // settings.factor)
 
