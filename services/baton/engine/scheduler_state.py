@@ -371,6 +371,7 @@ class SchedulerState:
             self.waiting.remove(sequence)
         self._vacate(sequence)
         sequence.phase = SequencePhase.ENDED
+        sequence.drafting = None  # which may know the sequence
 
     def _vacate(self, sequence: Sequence) -> None:
         for queue in (self.prompts, self.running, self.handoffs):
