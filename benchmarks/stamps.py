@@ -55,8 +55,8 @@ def stamped(file: int) -> None:
             stamp("sent")
         return made
 
-    def events_from(response: Any, vocab_size: int, parts: Any) -> Iterator[Any]:
-        for message in _events_from(response, vocab_size, parts):
+    def events_from(*arguments: Any) -> Iterator[Any]:
+        for message in _events_from(*arguments):
             if isinstance(message, FirstSampled):
                 stamp("received")
             yield message

@@ -62,11 +62,12 @@ def pair(tmp_path_factory, deployments, saved):
 
 async def test_tokens_are_those_of_transformers(pair, expected):
     requests = [greedy(prompt, OUTPUT) for prompt, _ in expected]
+    handed_off = []
     for _ in range(3):
         results = await ask(pair.gateway.address, requests)
         assert [found.token_ids for found in results] == [tokens for _, tokens in expected]
-    assert any(found.usage.cached_tokens for found in results)
-    assert any(found.stats.prefill_address == pair.prefill.address for found in results)
+        handed_off += [found.stats.prefill_address == pair.prefill.address for found in results]
+    assert any(found.usage.cached_tokens for found in results) and any(handed_off)
 
 
 def picture(size, seed):
