@@ -72,6 +72,18 @@ async def test_a_node_that_is_lost_is_replaced_by_another_or_by_the_worker_itsel
         assert answer == [[third.greedy(model, 6)]] and node.engine.images.encoded == 16
 
 
+async def test_nodes_are_not_blamed_for_a_picture_that_is_gone(saved):
+    path, _ = saved
+    async with running(path, prefill=0, encode=2) as cluster:
+        (node,) = cluster.decode
+        gone = cluster.prompt(3, (24, 40), 4, seed=60)
+        cluster.pictures.kept.pop(gone.images[0].digest)
+        (refused,) = await cluster.ask(node, gone, count=2)
+        assert refused.reason == "PICTURE_GONE"
+        await cluster.ask(node, cluster.prompt(3, (8, 8), 1, (16, 16), 4, seed=61), count=2)
+        assert sum(each.batches.images for each in cluster.encode) == 2 and not node.engine.images.encoded
+
+
 async def test_what_cannot_be_is_refused_by_one_line(saved):
     path, _ = saved
     async with running(path, encode=1, prefill=0, decode=0) as cluster:

@@ -59,6 +59,8 @@ class ImageContents:
         self._turn = asyncio.Lock()
         """Who waits for room waits in order, so that large requests get it, too."""
         self._freed = asyncio.Event()
+        self._short = False
+        """Somebody waits for room."""
 
     async def of(
         self, images: Sequence[ImageSpan], source: ImageSource, seconds: float
@@ -92,14 +94,22 @@ class ImageContents:
                 if self.used + sum(self._bytes(image, source) for image in new) <= self._room:
                     break
                 found.clear()
-                self._embeddings.clear()
-                self._freed.clear()
-                await self._freed.wait()
+                await self._more_room()
             for image in new:
                 self.used += self._bytes(image, source)
                 fetch = self._spawn(self._fetch(image, source), "image")
                 self._running[image.digest, source] = fetch
             return found, {image.digest: self._running[image.digest, source] for image in left}
+
+    async def _more_room(self) -> None:
+        """Returns once something has been given up. Meanwhile nothing is kept for later."""
+        self._short = True
+        self._embeddings.clear()
+        self._freed.clear()
+        try:
+            await self._freed.wait()
+        finally:
+            self._short = False
 
     def _here(self, image: ImageSpan) -> ImageContent | None:
         rows = self._embeddings.get(image.digest)
@@ -134,7 +144,7 @@ class ImageContents:
         if self._encoders is None or not source.encoders:
             return None
         rows = await self._encoders.fetch(image, source)
-        if rows is not None:
+        if rows is not None and not self._short:
             self._embeddings.add(image.digest, rows)
         return rows
 
