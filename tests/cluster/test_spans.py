@@ -69,7 +69,8 @@ def collected(tmp_path_factory, deployments) -> Iterator[tuple[Deployment, Colle
 
 
 def ask(deployment: Deployment, traceparent: str | None) -> None:
-    body = {"model": "demo", "prompt": f"{uuid.uuid4()} " + "def main(): " * 20, "max_tokens": 4}
+    prompt = f"{uuid.uuid4()} " + "def main(): " * 20
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
     headers = {"traceparent": traceparent} if traceparent else {}
     with httpx.Client(trust_env=False) as http:
         http.post(

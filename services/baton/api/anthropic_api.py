@@ -24,8 +24,8 @@ from baton.api.openai_errors import ApiError
 from baton.api.openai_fields import Json
 from baton.api.own_usage import own_usage
 from baton.api.typed_events import OF_TOOLS, TypedAnswer, naming_body, naming_fields, respond
+from baton.gateway.chat_tokens import encode_chat
 from baton.gateway.gateway import Gateway
-from baton.gateway.preparation import encode_chat
 from baton.gateway.recorded_calls import recorded_call
 from baton.gateway.tool_grammars import unenforced
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2

@@ -14,8 +14,8 @@ from baton.api.responses_items import BREAK, compacted
 from baton.api.responses_protocol import ConversationRequest, add_messages
 from baton.api.typed_events import TypedAnswer
 from baton.gateway.authentication import ApiKey
+from baton.gateway.chat_tokens import encode_chat
 from baton.gateway.gateway import Gateway
-from baton.gateway.preparation import encode_chat
 from baton.parsers.registry import REASONING_PARSERS
 from baton.rpc.validate import check_sampling
 from baton.v1 import inference_pb2, tokenizer_pb2

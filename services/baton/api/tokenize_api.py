@@ -21,8 +21,8 @@ from baton.api.openai_chat import (
 from baton.api.openai_errors import invalid_value
 from baton.api.openai_fields import Elements, Strict, TokenId
 from baton.gateway.admission import check_model
+from baton.gateway.chat_tokens import encode_chat
 from baton.gateway.gateway import Gateway
-from baton.gateway.preparation import encode_chat
 from baton.gateway.recorded_calls import recorded_call
 from baton.rpc.validate import check_token_ids
 from baton.tokenizer.vocabulary import Vocabulary

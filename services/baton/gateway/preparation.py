@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,10 +10,9 @@ from baton.gateway.authentication import ApiKey
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
 from baton.gateway.pictures import PictureLease
-from baton.gateway.prompt_images import ImageSize, find_images, read_images, with_images, without_files
+from baton.gateway.prompt_images import ImageSize, find_images, read_images
 from baton.gateway.prompts import EncodedPrompt, GatewaySession, encode_prompt
 from baton.gateway.shell import GatewayShell
-from baton.rpc.errors import deadline_exceeded
 from baton.rpc.validate import require_grammars
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, decode_pb2, inference_pb2, tokenizer_pb2, trace_pb2
@@ -90,29 +88,3 @@ async def prepare(
             field = "chat.tools"
         require_grammars(sampling, model.grammars)
     return Prepared(prompt, vocabulary, model.fingerprint, sampling, outputs, field, pictures)
-
-
-async def encode_chat(
-    gateway: GatewayShell,
-    start: inference_pb2.GenerateStart,
-    api_key: ApiKey,
-    add_special_tokens: bool | None = None,
-) -> list[int]:
-    """The tokens of a chat that is not run, its images' included. Raises BatonError."""
-    lease, seconds = (
-        PictureLease(gateway.pictures, api_key.owner, start.namespace),
-        gateway.config.request_seconds,
-    )
-    try:
-        async with asyncio.timeout(seconds):
-            parts = await find_images(start.chat)
-            images = await read_images(parts, gateway.model(), lease) if parts else []
-    except TimeoutError:
-        raise deadline_exceeded(f"the images were not read within {seconds:g} s") from None
-    finally:
-        lease.release()
-    given = tokenizer_pb2.EncodeInput(chat=without_files(start.chat, images))
-    if add_special_tokens is not None:
-        given.add_special_tokens = add_special_tokens
-    encoded = await gateway.tokenizer.encode(given, seconds)
-    return with_images(encoded.token_ids, encoded.images, images)[0]
