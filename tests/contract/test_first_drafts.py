@@ -142,6 +142,7 @@ async def test_the_first_step_carries_drafts(tmp_path, monkeypatch):
                     patched.setenv(ORACLE, str(known))
                 decode = DecodeNode(DecodeConfig(**MADE, draft=draft, draft_tokens=MOST))
                 async with running(decode), asking(decode, prefill) as ask:
+                    assert decode.load().drafter == name
                     steps, found = await ask(1)
                     assert found == [without], name
                     if name == "suffix":  # knows what was said before

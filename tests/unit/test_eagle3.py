@@ -55,7 +55,7 @@ def features_of(checkpoint, tokens, layers=LAYERS):
     batch.tap = HiddenTap(layers)
     with torch.inference_mode():
         model.forward(batch)
-    return torch.cat(batch.tap.found, -1)
+    return torch.cat([batch.tap.found[layer] for layer in layers], -1)
 
 
 def load_logits(checkpoint, tokens):

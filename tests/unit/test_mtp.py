@@ -87,6 +87,7 @@ def test_chains_and_texts_through_an_engine(saved, variant):
     try:
         drafter, checked, counted = make_drafter(own.config, own.drafter, own.cache), [], []
         options = {"overlap": False, "drafter": drafter, "draft_tokens": 3}
+        assert drafter.name == "mtp"
         draft = drafter.draft
 
         def compared(sequence, most):

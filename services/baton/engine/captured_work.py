@@ -62,7 +62,8 @@ class CapturedWork:
         batch.tap = HiddenTap(self._tap) if self._tapped is not None else None
         hidden = final_states(self._body, batch)
         if batch.tap is not None and self._tapped is not None:
-            torch.cat(batch.tap.found, -1, out=self._tapped[: len(batch.tokens)])
+            found = [batch.tap.found[layer] for layer in self._tap]
+            torch.cat(found, -1, out=self._tapped[: len(batch.tokens)])
         self._body.logits(hidden, out)
 
     def sample_plain(self, inputs: Inputs) -> None:

@@ -370,8 +370,8 @@ class ModelRunner:
         if layers:
             batch.tap = HiddenTap(layers)
         hidden = final_states(self._body, batch)
-        if batch.tap is not None and len(batch.tap.found) == len(layers):
-            launched.hidden = self._tapped(dict(zip(layers, batch.tap.found, strict=True)), host)
+        if batch.tap is not None:
+            launched.hidden = self._tapped(batch.tap.found, host)
         if every:
             leads = self._sampler is not None
             for i, row, start in zip(host.order, host.rows, host.starts.tolist(), strict=False):
@@ -384,14 +384,17 @@ class ModelRunner:
         return self._body.logits(hidden) if len(hidden) or self.kernels else hidden
 
     def _tapped(self, found: Mapping[int, torch.Tensor], host: HostBatch) -> dict[int, torch.Tensor]:
-        """RowResult.hidden of each row that is to have it. `found`: of each layer, of all tokens."""
+        """RowResult.hidden of each row that is to have it, unless the model lacks one of the row's layers.
+        `found`: of each layer, of all tokens."""
         tapped: dict[int, torch.Tensor] = {}
-        if self._tap:
+        if self._tap and found.keys() >= set(self._tap):
             whole = torch.cat([found[layer] for layer in self._tap], -1)
             parts = torch.split(whole, [row.count for row in host.rows])
             tapped = dict(zip(host.order, parts, strict=True))
         for i, row, start in zip(host.order, host.rows, host.starts.tolist(), strict=False):
             if row.hidden_layers:
+                tapped.pop(i, None)
+            if row.hidden_layers and found.keys() >= set(row.hidden_layers):
                 own = [found[layer][start : start + row.count] for layer in row.hidden_layers]
                 tapped[i] = torch.cat(own, -1)
         return tapped

@@ -102,13 +102,13 @@ class HiddenTap:
     layers: tuple[int, ...]
     """Before which layers, ascending: 0 means the embeddings, the number of layers what the last one has
     made. FINAL: the normalized states that the head gets."""
-    found: list[torch.Tensor] = field(default_factory=list)
-    """Of each of `layers`, [tokens, hidden]."""
+    found: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of each of `layers` that the model has, [tokens, hidden]."""
 
     def take(self, layer: int, hidden: torch.Tensor) -> None:
         """Keeps them if they are wanted; `hidden` may be overwritten afterwards."""
         if layer in self.layers:
-            self.found.append(hidden.clone())
+            self.found[layer] = hidden.clone()
 
 
 FINAL = sys.maxsize

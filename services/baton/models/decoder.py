@@ -226,6 +226,11 @@ class Decoder:
         return [mixture for layer in self.layers if (mixture := layer.mixture) is not None]
 
     @property
+    def has_inner_states(self) -> bool:
+        """Whether its layers are the checkpoint's: some families make two of one, or one of two."""
+        return len(self.layers) == self.config.num_layers
+
+    @property
     def ropes(self) -> set[Rope]:
         """The layers' rotations."""
         return {layer.attention.rope for layer in self.layers if layer.attention.rope is not None}
@@ -269,14 +274,14 @@ class Decoder:
             rows, *added = inputs.rows.unbind(0)
             hidden = hidden.index_copy(0, inputs.at, rows)
         for index, body in enumerate(self.bodies):
-            if tap is not None:
+            if tap is not None and self.has_inner_states:
                 tap.take(index, hidden)
             hidden, x = body.forward(hidden, x, batch)
             if inputs is not None and index < len(added):
                 hidden, x = hidden.index_add(0, inputs.at, added[index]), None
         final: torch.Tensor = self.norm(hidden) if x is None else x
         if tap is not None:
-            tap.take(len(self.layers), hidden)
+            tap.take(self.config.num_layers, hidden)
             tap.take(FINAL, final)
         return batch.chosen(final) if x is None or tap is not None else final
 

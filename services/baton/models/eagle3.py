@@ -63,6 +63,8 @@ class Eagle3Layer:
 class Eagle3Head:
     """Implements `engine.draft.heads.DraftHead`."""
 
+    name = "eagle3"
+
     def __init__(self, raw: dict[str, Any], names: set[str], target: Decoder) -> None:
         """`raw`: its config.json; `names`: of its tensors, as `TensorFile.shapes` has them.
         Raises ModelError for what is not supported."""
@@ -82,6 +84,11 @@ class Eagle3Head:
         for name in UNKNOWN:
             if raw.get(name):
                 raise ModelError(f"EAGLE-3 heads with {name} are not supported")
+        if not target.has_inner_states:
+            raise ModelError(
+                f"EAGLE-3 heads read states between layers, which {target.config.architecture} does not have"
+                " as its checkpoint counts them: leave out --draft"
+            )
         self.tap = _tap(raw, target.config.num_layers)
         self.parameters = parameters = Parameters(target.dtype, target.device)
         size, eps, rope = config.hidden_size, config.rms_norm_eps, make_rope(config)

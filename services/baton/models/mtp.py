@@ -29,6 +29,8 @@ from baton.models.tensor_files import tensor_files
 class MtpHead:
     """Implements `engine.draft.heads.DraftHead`."""
 
+    name = "mtp"
+
     tap: tuple[int, ...] = (FINAL,)
 
     def __init__(self, target: Decoder, layer: MtpLayer) -> None:

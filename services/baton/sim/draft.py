@@ -11,6 +11,8 @@ from baton.sim.model import Windows, reference
 
 
 class SimDrafter(Drafter):
+    name = "sim"
+
     def __init__(self, rng: random.Random, windows: Windows, right: float) -> None:
         """`right`: the share of tokens that are drafted as they will be sampled."""
         self._rng, self._windows, self._right = rng, windows, right

@@ -14,6 +14,8 @@ class Drafter(ABC):
     """Guesses how sequences go on. Used by the step thread; may keep state in `sequence.drafting`, which ends
     with the sequence."""
 
+    name = ""
+    """Of its kind, in metrics."""
     computes = False
     """Whether a guess takes a noticeable part of a step's time."""
     tap: tuple[int, ...] = ()

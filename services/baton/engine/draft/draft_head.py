@@ -13,6 +13,8 @@ from baton.layers.moe import Mixture
 
 
 class DraftHead(Protocol):
+    name: str
+    """Of its kind, in metrics."""
     tap: tuple[int, ...]
     """Hidden states of the model that it reads: see `layers.batch.HiddenTap.layers`."""
 

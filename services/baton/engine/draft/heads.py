@@ -96,7 +96,7 @@ class HeadDrafter(Drafter):
         """`pool`: for its keys and values, with a spare page; `attention`: for prompts, for rows of one
         token. `token_budget`: pairs that it computes in a step, at most; `vocab_size` and `context_length`:
         the model's. `graph_drafts`: steps have CUDA graphs, of rows with at most so many drafts; 0: none."""
-        self.tap = head.tap
+        self.name, self.tap = head.name, head.tap
         self._head, self._pool = head, pool
         self._attention = ModelAttention(pool, head.heads, head.attention_options, *attention)
         layout = pool.layout

@@ -15,6 +15,7 @@ from baton.models.medusa import MedusaHeads
 
 
 class MedusaDrafter(Drafter):
+    name = "medusa"
     computes = True
     tap = (FINAL,)
 

@@ -17,6 +17,7 @@ from baton.engine.request import Sequence as TokenSequence
 
 
 class ModelDrafter(Drafter):
+    name = "model"
     computes = True
 
     def __init__(

@@ -22,6 +22,8 @@ def prompt_digest(prompt: Sequence[int]) -> str:
 class OracleDrafter(Drafter):
     """Knows how sequences go on from an earlier run, and spoils a share of it."""
 
+    name = "oracle"
+
     def __init__(self, continuations: Iterable[tuple[str, Sequence[int]]], right: float = 1.0) -> None:
         """`continuations`: a prompt's digest, and an output that followed it; several may follow one prompt.
         `right`: the share of tokens that are handed in as they are."""

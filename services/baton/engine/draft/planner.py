@@ -30,7 +30,7 @@ class DraftPlanner:
         self.broken = ""
         """Why the drafter is not asked any more; empty: it is."""
         self.lengths = DraftLengths(graph_tokens if config.draft_padding else None, drafter.computes)
-        self.name = type(drafter).__name__.removesuffix("Drafter").lower()
+        self.name = drafter.name
         self.drafted = [0] * config.draft_tokens
         """Drafts that have been verified, by their place in the row."""
         self.accepted = [0] * config.draft_tokens

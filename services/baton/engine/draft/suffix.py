@@ -80,6 +80,8 @@ class _Known:
 
 
 class SuffixDrafter(Drafter):
+    name = "suffix"
+
     def __init__(self, cache: KvCacheManager | None = None) -> None:
         """`cache`: whose prefix tree tells how earlier sequences went on that began alike; None: none
         does."""
