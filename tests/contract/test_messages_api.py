@@ -10,7 +10,7 @@ from gateway_rig import gateway, until
 from scripted_decode import STOP, ScriptedDecode, endless, saying, silent
 from test_inference import say
 
-from baton.rpc.errors import invalid
+from baton.rpc.errors import invalid_field
 
 TOOL = {
     "name": "weather",
@@ -200,7 +200,7 @@ async def test_schemas_and_effort_reach_the_model():
 
 async def test_a_schema_that_cannot_be_compiled_is_named():
     async def refuse(running):
-        await running.failed(invalid("sampling.grammar", "sampling.grammar: unclosed", "INVALID_GRAMMAR"))
+        await running.failed(invalid_field("sampling.grammar", ": unclosed", "INVALID_GRAMMAR"))
 
     async with ScriptedDecode(refuse, context=2000) as node, gateway(node, **PARSERS) as rig:
         refused = (await post(rig, {**ASK, "output_format": FORMAT})).json()["error"]

@@ -10,7 +10,7 @@ import pytest
 from gateway_rig import gateway, until
 from scripted_decode import LENGTH, STOP, ScriptedDecode, endless, saying, silent
 
-from baton.rpc.errors import exhausted, invalid
+from baton.rpc.errors import exhausted, invalid_field
 from baton.v1 import common_pb2
 
 TEXT = "Hello wörld, here is a list of words."
@@ -320,7 +320,7 @@ async def test_structured_outputs_reach_the_decode_node(path):
 )
 async def test_a_grammar_that_cannot_be_compiled_is_the_callers_error(path, how, field):
     async def refuse(running):
-        await running.failed(invalid("sampling.grammar", "sampling.grammar: unclosed", "INVALID_GRAMMAR"))
+        await running.failed(invalid_field("sampling.grammar", ": unclosed", "INVALID_GRAMMAR"))
 
     async with api(refuse) as rig:
         for stream in (False, True):
@@ -351,7 +351,7 @@ async def test_bad_input_names_the_parameter_and_the_connection_goes_on():
         assert bad.json()["error"]["code"] == "unsupported_parameter"
         constrained = {**COMPLETION, "structured_outputs": {"regex": "a"}, "ignore_eos": True}
         bad = await rig.plain.post("/v1/completions", json=constrained)
-        assert "beside structured_outputs" in bad.json()["error"]["message"]
+        assert "beside a grammar" in bad.json()["error"]["message"]
         bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "stop": 5})
         assert bad.json()["error"]["message"] == "stop must be a string"
         assert rig.decode.starts == []

@@ -13,7 +13,7 @@ from gateway_rig import gateway
 from scripted_decode import ScriptedDecode, silent
 
 from baton.api import openai_answers
-from baton.rpc.errors import exhausted, internal, invalid
+from baton.rpc.errors import exhausted, internal, invalid_field
 from baton.v1 import inference_pb2
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -79,7 +79,7 @@ async def test_a_stream_begins_when_its_request_is_admitted(path):
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_stream_begins_after_some_seconds_though_its_request_waits(path, monkeypatch):
     monkeypatch.setattr(openai_answers, "FIRST_BYTE_SECONDS", 0.3)
-    error = invalid("sampling.grammar", "sampling.grammar: unclosed", "INVALID_GRAMMAR")
+    error = invalid_field("sampling.grammar", ": unclosed", "INVALID_GRAMMAR")
 
     async def script(running):
         await asyncio.sleep(0.8)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from baton.api.anthropic_protocol import CountRequest, MessagesRequest, count_start, messages_start
+from baton.api.field_names import ANTHROPIC
 from baton.api.http_errors import anthropic_body
 from baton.api.http_requests import (
     BodyReader,
@@ -23,21 +23,13 @@ from baton.api.openai_answers import RequestBatch
 from baton.api.openai_errors import ApiError
 from baton.api.openai_fields import Json
 from baton.api.own_usage import own_usage
-from baton.api.typed_events import OF_TOOLS, TypedAnswer, naming_body, naming_fields, respond
+from baton.api.typed_events import TypedAnswer, respond
 from baton.gateway.chat_tokens import encode_chat
 from baton.gateway.gateway import Gateway
 from baton.gateway.recorded_calls import recorded_call
 from baton.gateway.tool_grammars import unenforced
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
-TAGGED = r"messages\[\d+\]\.content\[\d+\]"
-NAMES = (
-    *OF_TOOLS,
-    (r"^stop\b", "stop_sequences"),
-    # Kinds of blocks in blocks, and of sources.
-    (rf"^({TAGGED}\.content\[\d+\])\.\w+(?=\.|$)", r"\1"),
-    (r"\.source\.(?:text|content|base64|url)(?=\.)", ".source"),
-)
 _FIELDS = {
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs.enable_thinking": "thinking",
@@ -60,21 +52,19 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
-        with naming_fields(TAGGED, NAMES):
-            body = await bodies.read_starts(request, MessagesRequest, start)
+        body = await bodies.read_starts(request, MessagesRequest, start)
         chat = body.made[0].chat
         unread = unread_arguments(gateway, chat)
         ignored = body.ignored | {_FIELDS.get(name, name) for name in unread} | unenforced(chat)
-        naming = partial(naming_body, TAGGED, NAMES, grammar_field(body.made[0], "output_config.format"))
-        async with running(gateway, body.made, request, naming) as job:
+        grammar = grammar_field(body.made[0], ANTHROPIC.grammar)
+        async with running(gateway, body.made, request, grammar) as job:
             made = MessagesAnswer(job, body.request.model)
             response = await respond(job, made, bool(body.request.stream), ignored, "max_tokens")
             return name_dropped(response, body.dropped, job.name)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        with naming_fields(TAGGED, NAMES):
-            body = await bodies.read_starts(request, CountRequest, lambda body: [count_start(body)])
+        body = await bodies.read_starts(request, CountRequest, lambda body: [count_start(body)])
         api_key = request.state.api_key
         with recorded_call(gateway, api_key, "count_tokens", computes=False) as call:
             call.tokens = len(await encode_chat(gateway, body.made[0], api_key))

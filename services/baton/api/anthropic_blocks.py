@@ -59,7 +59,7 @@ class Document(Strict):
         if head := "\n".join(filter(None, (self.title, self.context))):
             yield place, Words(f"{head}\n")
         content = source.data if isinstance(source, TextSource) else source.content
-        yield from pieces(content, f"{place}.document.source")
+        yield from pieces(content, f"{place}.source")
         yield place, Words(BREAK)
 
 

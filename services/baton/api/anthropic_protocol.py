@@ -232,7 +232,7 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: AnthropicMessage, fiel
             if message.role != "user":
                 raise invalid_value(place, f"{place}: a tool_result is of the user")
             result = chat.messages.add(role="tool", tool_call_id=block.tool_use_id)
-            say(result, pieces(block.content, f"{place}.tool_result"))
+            say(result, pieces(block.content, place))
         elif isinstance(block, Said):
             spoken += block_pieces(block, place)
         elif isinstance(block, LeftOutBlock):

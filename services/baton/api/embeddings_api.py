@@ -7,8 +7,7 @@ import base64
 import json
 import sys
 from array import array
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,7 +20,6 @@ from baton.api.openai_fields import Elements, Int32, Strict, TokenId
 from baton.gateway.admission import check_embed
 from baton.gateway.embeddings import embed
 from baton.gateway.gateway import Gateway
-from baton.rpc.errors import BatonError
 from baton.v1 import embed_pb2, inference_pb2
 
 T = TypeVar("T")
@@ -51,28 +49,13 @@ def add_embeddings(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
     async def embeddings(request: Request) -> Response:
         def checked(body: EmbeddingsRequest) -> inference_pb2.EmbedRequest:
             made = embed_request(body)
-            with naming_fields():
-                check_embed(made, gateway.config, gateway.model_or_last())
+            check_embed(made, gateway.config, gateway.model_or_last())
             return made
 
         body = await bodies.read(request, EmbeddingsRequest, checked)
-        with naming_fields():
-            work = embed(gateway, body.made, request.state.api_key)
-            answer = await unless_disconnected(request.receive, work)
+        answer = await unless_disconnected(request.receive, embed(gateway, body.made, request.state.api_key))
         pieces = _pieces(answer, body.request.model, body.request.encoding_format == "base64")
         return name_ignored(StreamingResponse(pieces, media_type="application/json"), body.ignored)
-
-
-@contextmanager
-def naming_fields() -> Iterator[None]:
-    """Errors name the fields as this API does."""
-    try:
-        yield
-    except BatonError as error:
-        if error.field is not None and error.field.startswith("inputs"):
-            error.message = error.message.replace("inputs", "input")
-            error.field = "input" + error.field.removeprefix("inputs")
-        raise
 
 
 def embed_request(body: EmbeddingsRequest) -> inference_pb2.EmbedRequest:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -19,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from baton.api import http_errors, openai_errors, traces_http
 from baton.api.anthropic_api import add_messages
 from baton.api.embeddings_api import add_embeddings
+from baton.api.field_names import field_names
 from baton.api.http_authentication import HttpAuthentication, RequestIds
 from baton.api.http_record import BEGUN, REFUSAL, HttpRecord
 from baton.api.http_requests import (
@@ -26,7 +26,6 @@ from baton.api.http_requests import (
     IGNORED_HEADER,
     BodyReader,
     grammar_field,
-    naming_grammar_field,
     respond,
     running,
     unread_arguments,
@@ -100,8 +99,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await bodies.read_starts(request, CompletionRequest, completion_starts)
-        naming = partial(naming_grammar_field, body.request.grammar_field)
-        async with running(gateway, body.made, request, naming) as job:
+        async with running(gateway, body.made, request, body.request.grammar_field) as job:
 
             async def echo(prompt: int) -> str:
                 return await _text(gateway, body.made[prompt])
@@ -114,8 +112,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
         body = await bodies.read_starts(request, ChatRequest, lambda request: [chat_start(request)])
         chat = body.made[0].chat
         ignored = body.ignored | unread_arguments(gateway, chat) | unenforced(chat)
-        naming = partial(naming_grammar_field, grammar_field(body.made[0], body.request.grammar_field))
-        async with running(gateway, body.made, request, naming) as job:
+        grammar = grammar_field(body.made[0], body.request.grammar_field)
+        async with running(gateway, body.made, request, grammar) as job:
             answer = ChatAnswer(job, body.request)
             return await respond(job, answer, bool(body.request.stream), ignored, body.request.limit)
 
@@ -164,7 +162,7 @@ async def _error(request: Request, error: Any) -> Response:
     if isinstance(error, BatonError):
         if error.recorded:
             setattr(request.state, BEGUN, True)
-        error = openai_errors.from_baton(error)
+        error = openai_errors.from_baton(error, field_names(request.url.path))
     if isinstance(error, ApiError):
         setattr(request.state, REFUSAL, (error.code or "", error.param, error.message))
         return http_errors.response(error, request.url.path)

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from baton.api import openai_errors
+from baton.api.field_names import ANTHROPIC_PATH
 from baton.api.openai_errors import CONTEXT_CODE, ApiError
 
-ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -16,10 +17,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from baton.api import openai_errors
+from baton.api.field_names import field_names
 from baton.api.http_record import BEGUN
 from baton.api.json_body import BodyModel, Made, ParsedBody, parse_body
-from baton.api.openai_answers import Naming, OpenAIAnswer, RequestBatch
-from baton.api.openai_errors import GRAMMAR_PARAM, ApiError, from_baton, of_prompt
+from baton.api.openai_answers import OpenAIAnswer, RequestBatch
+from baton.api.openai_errors import ApiError, from_baton
 from baton.gateway.admission import check_start
 from baton.gateway.gateway import Gateway
 from baton.rpc.errors import BatonError
@@ -55,11 +57,11 @@ class BodyReader:
         self, request: Request, kind: type[BodyModel], convert: Callable[[BodyModel], Made]
     ) -> ParsedBody[BodyModel, Made]:
         """The checked body, and what `convert` makes of it. Raises ApiError or BatonError."""
-        config = self._gateway.config
+        config, names = self._gateway.config, field_names(request.url.path)
         body = await _read(request, config.max_message_bytes)
 
         def parse() -> ParsedBody[BodyModel, Made]:
-            return parse_body(body, kind, convert, omit_images=config.omit_images)
+            return parse_body(body, kind, convert, names, omit_images=config.omit_images)
 
         if len(body) <= SMALL_BODY_BYTES:
             return parse()
@@ -73,14 +75,17 @@ class BodyReader:
         the event loop would copy it once more."""
 
         def checked(model: BodyModel) -> _Starts:
-            with naming_grammar_field(getattr(model, "grammar_field", GRAMMAR_PARAM)):
+            names = field_names(request.url.path)
+            names = replace(names, grammar=getattr(model, "grammar_field", names.grammar))
+            prompt = None
+            try:
                 starts = convert(model)
                 for number, start in enumerate(starts):
-                    try:
-                        check_start(start, self._gateway.config, self._gateway.model_or_last())
-                    except BatonError as error:
-                        raise of_prompt(error, number, len(starts)) from None
-                return starts
+                    prompt = number if len(starts) > 1 else None
+                    check_start(start, self._gateway.config, self._gateway.model_or_last())
+            except BatonError as error:
+                raise from_baton(error, names, prompt) from None
+            return starts
 
         return await self.read(request, kind, checked)
 
@@ -110,12 +115,15 @@ async def _read(request: Request, limit: int) -> bytearray:
 
 @asynccontextmanager
 async def running(
-    gateway: Gateway, starts: _Starts, request: Request, naming: Naming = nullcontext
+    gateway: Gateway, starts: _Starts, request: Request, grammar: str | None = None
 ) -> AsyncIterator[RequestBatch]:
-    """Runs the requests; they are cancelled when the client leaves, or when the body fails."""
+    """Runs the requests; they are cancelled when the client leaves, or when the body fails. grammar: the
+    field that their grammar comes from; None: the API's own."""
+    names = field_names(request.url.path)
     setattr(request.state, BEGUN, True)
     traceparent = request.headers.get("traceparent", "")
-    job = RequestBatch(gateway, starts, request.state.api_key, traceparent, naming)
+    names = replace(names, grammar=grammar or names.grammar)
+    job = RequestBatch(gateway, starts, request.state.api_key, traceparent, names)
     job.begin()
     watch = asyncio.create_task(cancel_on_disconnect(request.receive, job))
     try:
@@ -135,25 +143,6 @@ def grammar_field(start: inference_pb2.GenerateStart, answer: str) -> str:
         return "tools"
     held = any(tool.strict for tool in start.chat.tools) or bool(start.chat.tool_choice.allowed)
     return f"{answer} or tools" if held else answer
-
-
-@contextmanager
-def naming_grammar_field(field: str) -> Iterator[None]:
-    """Errors that have to do with a grammar name `field`."""
-    try:
-        yield
-    except BatonError as error:
-        if "sampling.grammar" not in error.message:
-            raise
-        api = from_baton(error)
-    except ApiError as error:
-        api = error
-    else:
-        return
-    if api.param == GRAMMAR_PARAM:
-        api.param, api.message = field, api.message.replace(GRAMMAR_PARAM, field)
-    api.message = api.message.replace("sampling.grammar", field)
-    raise api
 
 
 async def cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:

@@ -130,7 +130,7 @@ class ImageBlock(Image):
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
     def _field(self) -> str:
-        return "image.source"  # with the tag that naming_fields leaves out
+        return "source"
 
     def _take(self) -> str:
         source = self.source

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from baton.api.field_names import OPENAI, FieldNames
 from baton.api.openai_errors import ApiError, from_validation
 from baton.api.openai_fields import Reading
 
@@ -46,7 +47,12 @@ class ParsedBody(Generic[BodyModel, Made]):
 
 
 def parse_body(
-    body: bytearray, kind: type[BodyModel], convert: Callable[[BodyModel], Made], *, omit_images: bool = False
+    body: bytearray,
+    kind: type[BodyModel],
+    convert: Callable[[BodyModel], Made],
+    names: FieldNames = OPENAI,
+    *,
+    omit_images: bool = False,
 ) -> ParsedBody[BodyModel, Made]:
     """The checked request, and what `convert` makes of it. Raises ApiError (400), naming the field, and what
     `convert` raises."""
@@ -63,7 +69,7 @@ def parse_body(
     except RecursionError:
         raise _invalid_json("it is nested too deeply") from None
     except ValidationError as error:  # a ValueError as well
-        raise from_validation(error) from None
+        raise from_validation(error, names) from None
     except UnicodeEncodeError:
         raise _invalid_json("a string has a lone surrogate") from None
     except ValueError as error:

@@ -7,9 +7,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 
-from baton.api.openai_errors import of_prompt
+from baton.api.field_names import OPENAI, FieldNames
+from baton.api.openai_errors import from_baton
 from baton.api.openai_fields import Json
 from baton.api.openai_protocol import CommonRequest
 from baton.api.own_usage import add_own, own_figures
@@ -25,8 +26,6 @@ FIRST_BYTE_SECONDS = 5.0
 InferenceEvent = inference_pb2.Delta | inference_pb2.Finished
 RETRY_SECONDS = 0.05
 """A call that waits for its next prompt to begin, and has none running, looks again after this time."""
-Naming = Callable[[], AbstractContextManager[None]]
-"""Errors raised within name fields as they are in the body."""
 
 
 class RequestBatch:
@@ -39,9 +38,9 @@ class RequestBatch:
         starts: Sequence[inference_pb2.GenerateStart],
         api_key: ApiKey,
         traceparent: str = "",
-        naming: Naming = nullcontext,
+        names: FieldNames = OPENAI,
     ) -> None:
-        """traceparent: the client's trace context; empty: it has none."""
+        """traceparent: the client's trace context; empty: it has none. names: of fields, in errors."""
         self._gateway = gateway
         self._api_key = api_key
         self.n = starts[0].n or 1
@@ -49,7 +48,7 @@ class RequestBatch:
         """max_tokens of a prompt that has been accepted was reduced to the room that there is."""
         self._max_tokens = starts[0].sampling.max_tokens
         self.ping_seconds = gateway.config.stream_ping_seconds
-        self._naming = naming
+        self._names = names
         self._wake = asyncio.Event()
         self._requests = [
             GatewayRequest(gateway, start, self._wake.set, api_key, "http", traceparent) for start in starts
@@ -130,12 +129,11 @@ class RequestBatch:
         await self._wait(lambda: self._waiting)
 
     async def _wait(self, waiting: Callable[[], bool]) -> None:
-        with self._naming():
-            while waiting():
-                self._wake.clear()
-                self._take()
-                if waiting():
-                    await self._wake.wait()
+        while waiting():
+            self._wake.clear()
+            self._take()
+            if waiting():
+                await self._wake.wait()
 
     @property
     def _waiting(self) -> bool:
@@ -171,7 +169,8 @@ class RequestBatch:
             self._taken.append((number, event.finished))
         elif kind == "failed":
             self.cancel("another prompt of the same HTTP request has failed")
-            raise of_prompt(from_status(event.failed), number, len(self._requests))
+            prompt = number if len(self._requests) > 1 else None
+            raise from_baton(from_status(event.failed), self._names, prompt)
 
 
 _FINISH = {

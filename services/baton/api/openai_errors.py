@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import grpc
 from pydantic import ValidationError
 
-from baton.rpc.errors import BatonError, cut
+from baton.api.field_names import OPENAI, FieldNames
+from baton.rpc.errors import BatonError, cut, named_text
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -26,21 +26,10 @@ _STATUS = {
     grpc.StatusCode.ABORTED: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-# Fields whose names differ between the HTTP API and baton.v1.
-_PARAMS = {
-    "text": "prompt",
-    "tokens.token_ids": "prompt",
-    "chat": "messages",
-    "chat.messages": "messages",
-    "namespace": "cache_salt",
-}
 _CONTEXT_REASONS = ("CONTEXT_LENGTH_EXCEEDED", "PROMPT_TOO_LONG", "TOO_MANY_TOKENS")
 """The prompt, or the prompt and what is asked for, are too long: for the model, a node's pool or a key."""
 CONTEXT_CODE = "context_length_exceeded"
 """OpenAI's code for these."""
-GRAMMAR_PARAM = "response_format"
-"""The field of chat requests that holds the grammar; `http_requests.naming_grammar` knows other fields
-that a grammar may come from."""
 
 
 class ApiError(Exception):
@@ -62,33 +51,20 @@ def invalid_value(param: str, message: str) -> ApiError:
     return ApiError(400, message, param, "invalid_value")
 
 
-def from_baton(error: BatonError) -> ApiError:
-    """Converts a BatonError to an HTTP error."""
-    param = _param(error.field) if error.field is not None else None
-    message = error.message
-    if error.field is not None and param is not None:
-        if "." in error.field:
-            message = message.replace(error.field, param)
-        elif message.startswith(f"{error.field} "):
-            message = param + message.removeprefix(error.field)
+def from_baton(error: BatonError, names: FieldNames = OPENAI, prompt: int | None = None) -> ApiError:
+    """Converts a BatonError to an HTTP error. prompt: the number of the prompt that it is of, in a request of
+    several."""
+    param = names.name(error.field) if error.field is not None else None
+    if prompt is not None and param is not None and (param == "prompt" or param.startswith("prompt[")):
+        param = f"prompt[{prompt}]{param.removeprefix('prompt')}"
+    message = named_text(param, error.text) if error.named and param else error.text
     code = CONTEXT_CODE if error.reason in _CONTEXT_REASONS else error.reason.lower()
     api = ApiError(_STATUS.get(error.code, 500), message, param, code)
     api.retry_after_ms, api.metadata = error.retry_after_ms, error.metadata
     return api
 
 
-def of_prompt(error: BatonError, number: int, count: int) -> ApiError:
-    """The error in OpenAI's form, for prompt `number` of `count` in one HTTP request."""
-    api = from_baton(error)
-    param = api.param
-    if count > 1 and param is not None and (param + "[").startswith("prompt["):
-        api.param = f"prompt[{number}]{param.removeprefix('prompt')}"
-        if param != "prompt":
-            api.message = api.message.replace(param, api.param)
-    return api
-
-
-def from_validation(error: ValidationError) -> ApiError:
+def from_validation(error: ValidationError, names: FieldNames = OPENAI) -> ApiError:
     """The first error of a body, by the path of the field. For a field of several possible forms, the
     error of the form that fits best."""
     errors = error.errors(include_url=False, include_input=False)
@@ -98,13 +74,14 @@ def from_validation(error: ValidationError) -> ApiError:
         forms, key=lambda each: (len(each["loc"]), _indices(each["loc"]), "_type" not in each["type"])
     )
     path = [part for part in first["loc"] if not _names_a_type(part)]
-    param = _path(path)
+    if first["type"] == "refused":
+        path.append(first["ctx"]["field"])
+    param = names.without_tags(_path(path))
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
     if first["type"] == "refused":
-        param = _path([*path, first["ctx"]["field"]])
         return ApiError(400, f"{param} {first['ctx']['why']}", param, "unsupported_parameter")
     return ApiError(400, f"{param or 'the body'} {_words(first)}", param or None, "invalid_type")
 
@@ -144,20 +121,6 @@ def body(error: ApiError) -> dict[str, Any]:
 def said(error: ApiError) -> str:
     """The error's message. That of a full context ends with its code: LangChain looks for it there alone."""
     return f"{error.message} ({CONTEXT_CODE})" if error.code == CONTEXT_CODE else error.message
-
-
-def _param(field: str) -> str:
-    if field.startswith("sampling.grammar"):
-        return GRAMMAR_PARAM
-    for prefix, name in _PARAMS.items():
-        if field == prefix or field.startswith(prefix + "["):
-            field = name + field[len(prefix) :]
-            break
-    field = field.removeprefix("sampling.").removeprefix("chat.")
-    field = re.sub(r"(tools|tool_calls)\[(\d+)\]\.(?!type|id)(\w+)$", r"\1[\2].function.\3", field)
-    field = field.replace("tool_choice.name", "tool_choice.function.name")
-    field = re.sub(r"^tool_choice\.allowed\b", "tool_choice.allowed_tools.tools", field)
-    return field.replace("template_arguments", "chat_template_kwargs")
 
 
 _BRANCHES = ("str", "int", "none", "nullable", "NamedTool", "AllowedTools")

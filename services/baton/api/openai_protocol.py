@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from baton.api.openai_errors import GRAMMAR_PARAM, invalid_value
+from baton.api.field_names import OPENAI
+from baton.api.openai_errors import invalid_value
 from baton.api.openai_fields import Elements, Int32, Int64, Seed, Strict, TokenId, TopK
 from baton.rpc.validate import MAX_CHOICES, check_sampling
 from baton.v1 import common_pb2, inference_pb2
@@ -112,7 +113,7 @@ class CommonRequest(Strict):
     @property
     def grammar_field(self) -> str:
         """That a grammar of the request comes from."""
-        return GRAMMAR_PARAM if self.structured_outputs is None else "structured_outputs"
+        return OPENAI.grammar if self.structured_outputs is None else "structured_outputs"
 
     @property
     def limit(self) -> str | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from weakref import WeakValueDictionary
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from baton.api.compaction import CompactAnswer, CompactRequest, bound, compact_start
+from baton.api.field_names import RESPONSES
 from baton.api.http_requests import BodyReader, grammar_field, name_dropped, running, unread_arguments
 from baton.api.openai_answers import RequestBatch
 from baton.api.openai_errors import ApiError
@@ -18,18 +18,10 @@ from baton.api.response_store import ResponseStore, StoredResponse
 from baton.api.responses_answers import ResponseAnswer, response_id
 from baton.api.responses_items import InputItem, OutputItems, ReferenceItem, input_messages
 from baton.api.responses_protocol import ConversationRequest, ResponsesRequest, response_start
-from baton.api.typed_events import OF_TOOLS, naming_body, naming_fields, respond
+from baton.api.typed_events import respond
 from baton.gateway.gateway import Gateway
 from baton.gateway.tool_grammars import unenforced
 from baton.v1 import inference_pb2, tokenizer_pb2
-
-TAGGED = r"(?:input|tools)\[\d+\]"
-NAMES = (
-    *OF_TOOLS,
-    (r"^max_tokens$", "max_output_tokens"),
-    (rf"^({TAGGED}\.tools\[\d+\])\.\w+(?=\.|$)", r"\1"),
-    (r"^messages(\[\d+\](\.tool_calls\[\d+\])?(\.function)?)?(?=\.|$)", "input"),
-)
 
 
 def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
@@ -85,8 +77,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
                 body.input = resolved(body.input, owner)
             return [response_start(body, earlier(body, owner))]
 
-        with naming_fields(TAGGED, NAMES):
-            body = await bodies.read_starts(request, ResponsesRequest, starts)
+        body = await bodies.read_starts(request, ResponsesRequest, starts)
         asked, ignored = body.request, body.ignored | unenforced(body.made[0].chat)
         if unread_arguments(gateway, body.made[0].chat):
             ignored.add("reasoning.effort")
@@ -109,8 +100,8 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             response["store"] = store.put(id, made, said, owner)
 
         earlier_messages = earlier(asked, owner) if asked.store is not False else []
-        naming = partial(naming_body, TAGGED, NAMES, grammar_field(body.made[0], "text.format"))
-        async with running(gateway, body.made, request, naming) as job:
+        grammar = grammar_field(body.made[0], RESPONSES.grammar)
+        async with running(gateway, body.made, request, grammar) as job:
             answer = ResponseAnswer(asked, id, keep)
             if asked.stream:  # else nobody knows its name before it has ended
                 under_way[owner, id] = job
@@ -138,10 +129,9 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
                 body.input = resolved(body.input, owner)
             return [compact_start(body, earlier(body, owner))]
 
-        with naming_fields(TAGGED, NAMES):
-            body = await bodies.read_starts(request, CompactRequest, starts)
-            await bound(gateway, body.made[0], request.state.api_key)
-        async with running(gateway, body.made, request, partial(naming_fields, TAGGED, NAMES)) as job:
+        body = await bodies.read_starts(request, CompactRequest, starts)
+        await bound(gateway, body.made[0], request.state.api_key)
+        async with running(gateway, body.made, request) as job:
             return await respond(job, CompactAnswer(body.made[0]), False, set(body.ignored), None)
 
     @app.post("/v1/responses/{name}")

@@ -237,18 +237,18 @@ def input_messages(given: str | list[InputItem]) -> Messages:
         place = f"input[{index}]"
         if isinstance(item, MessageItem) and item.role != "assistant":
             messages.append(tokenizer_pb2.ChatMessage(role=item.role))
-            say(messages[-1], _pieces(item.content, f"{place}.message.content"))
+            say(messages[-1], _pieces(item.content, f"{place}.content"))
             turn = None
         elif isinstance(item, OutputItem):
             messages.append(_result(item.call_id, ""))
-            say(messages[-1], _pieces(item.output, f"{place}.function_call_output.output"))
+            say(messages[-1], _pieces(item.output, f"{place}.output"))
             turn = None
         elif isinstance(item, ActionOutputItem):
             messages.append(_result(item.call_id or item.id or "", _written(item.output)))
             turn = None
         elif isinstance(item, AgentMessageItem):
             messages.append(tokenizer_pb2.ChatMessage(role="user"))
-            content = _pieces(item.content, f"{place}.agent_message.content")
+            content = _pieces(item.content, f"{place}.content")
             say(messages[-1], [(place, Words(f"Message from {item.author}:\n")), *content])
             turn = None
         elif isinstance(item, ToolsItem | ReferenceItem | LeftOutItem):
@@ -264,7 +264,7 @@ def input_messages(given: str | list[InputItem]) -> Messages:
                 turns.append(turn)
                 messages.append(turn.message)
             if isinstance(item, MessageItem):
-                turn.pieces.extend(_pieces(item.content, f"{place}.message.content"))
+                turn.pieces.extend(_pieces(item.content, f"{place}.content"))
             elif isinstance(item, CallItem):
                 name = shown_name(item.name, item.namespace)
                 turn.message.tool_calls.add(id=item.call_id, name=name, arguments=item.arguments)

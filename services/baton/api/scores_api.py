@@ -24,6 +24,8 @@ from baton.gateway.gateway import Gateway
 from baton.rpc.errors import BatonError
 from baton.v1 import inference_pb2
 
+AFTER = ", with what is scored after it"
+
 
 class ScoreCommon(Strict):
     HINTS: ClassVar[Mapping[str, str]] = {"user": "names the caller's own user"}
@@ -175,7 +177,7 @@ async def _starts(
             try:
                 check_room(tokens, model.context_length, pair.fields[0], 1)
             except BatonError as error:
-                error.message = f"{error.field}, with what is scored after it: {error.message}"
+                error.text, error.named = f"{AFTER}: {error.text}", True
                 raise
         await asyncio.sleep(0)  # each may be as long as the context, and there may be hundreds
         start = inference_pb2.GenerateStart(
@@ -215,5 +217,5 @@ def _of_pair(error: ApiError, pairs: Sequence[ScoredPair]) -> ApiError:
     if param == "prompt" or param.startswith("prompt["):
         number = param.removeprefix("prompt").strip("[]") or "0"
         error.param = pairs[int(number.partition("]")[0])].fields[0]
-        error.message = f"{error.param}, with what is scored after it: {error.message}"
+        error.message = f"{error.param}{AFTER}: {error.message}"
     return error

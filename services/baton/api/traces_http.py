@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton.gateway.traces import DEFAULT_TRACES, Traces, answer
-from baton.rpc.errors import invalid
+from baton.rpc.errors import invalid_field
 from baton.v1 import trace_pb2
 
 TRACES_PATH = "/traces"
@@ -24,7 +24,7 @@ def traces_route(traces: Traces) -> Route:
         query = request.query_params
         limit = query.get("limit", str(DEFAULT_TRACES))
         if not (limit.isascii() and limit.isdigit() and len(limit) < 9):
-            raise invalid("limit", f"limit must be a number, not {limit[:40]!r}")
+            raise invalid_field("limit", f"must be a number, not {limit[:40]!r}")
         asked = trace_pb2.GetTracesRequest(
             ids=query.getlist("id"),
             limit=int(limit),
@@ -53,5 +53,5 @@ def _flag(request: Request, name: str) -> bool:
     """Raises BatonError."""
     value = request.query_params.get(name, "false").lower()
     if value not in ("", "0", "1", "false", "true"):
-        raise invalid(name, f"{name} must be true or false, not {value[:40]!r}")
+        raise invalid_field(name, f"must be true or false, not {value[:40]!r}")
     return value in ("", "1", "true")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from typing import ClassVar
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from baton.api.http_requests import COMMENT, EventStream, name_ignored, naming_grammar_field, to_json
+from baton.api.http_requests import COMMENT, EventStream, name_ignored, to_json
 from baton.api.openai_answers import RequestBatch
-from baton.api.openai_errors import CONTEXT_CODE, ApiError, from_baton
+from baton.api.openai_errors import ApiError
 from baton.api.openai_fields import Json
-from baton.rpc.errors import BatonError
 from baton.v1 import inference_pb2
 
 
@@ -43,49 +40,6 @@ class TypedAnswer(ABC):
 
     @abstractmethod
     def whole(self) -> Json: ...
-
-
-EventNames = Sequence[tuple[str, str]]
-"""Regular expressions of fields' paths, and what stands there in the body of this API."""
-OF_TOOLS: EventNames = (
-    (r"^(tools\[\d+\])\.function\b", r"\1"),
-    (r"^tool_choice\.function\.name$", "tool_choice.name"),
-    (r"^tool_choice\.allowed_tools\.", "tool_choice."),
-)
-
-
-@contextmanager
-def naming_fields(tagged: str, names: EventNames) -> Iterator[None]:
-    """Errors name fields as they are in the body: by `names`, and without the kind of item that pydantic has
-    put into their path, behind what the regular expression `tagged` matches."""
-    try:
-        yield
-    except ApiError as error:
-        _rename(error, tagged, names)
-        raise
-    except BatonError as error:
-        if error.recorded:
-            raise
-        converted = from_baton(error)
-        _rename(converted, tagged, names)
-        raise converted from error
-
-
-@contextmanager
-def naming_body(tagged: str, names: EventNames, grammar: str) -> Iterator[None]:
-    """Errors name fields as `naming_fields` does; those of a grammar name the field `grammar`."""
-    with naming_fields(tagged, names), naming_grammar_field(grammar):
-        yield
-
-
-def _rename(error: ApiError, tagged: str, names: EventNames) -> None:
-    if error.param is not None:
-        plain = re.sub(rf"^({tagged})\.\w+(?=\.|$)", r"\1", error.param)
-        for pattern, name in names:
-            plain = re.sub(pattern, name, plain)
-        if error.code != CONTEXT_CODE:  # whose words clients know
-            error.message = error.message.replace(error.param, plain)
-        error.param = plain
 
 
 async def respond(

@@ -10,7 +10,7 @@ import grpc
 
 from baton.config import GatewayConfig
 from baton.gateway.prompt_images import MANY_MESSAGES, check_images, image_parts
-from baton.rpc.errors import BatonError, invalid
+from baton.rpc.errors import BatonError, invalid, invalid_field
 from baton.rpc.validate import (
     check_choices,
     check_enums,
@@ -55,13 +55,13 @@ def check_start(
         check_choices(start.n)
     _check_options(start, config)
     if len(start.session) > MAX_NAME_CHARACTERS:
-        raise invalid("session", f"session must have at most {MAX_NAME_CHARACTERS} characters")
+        raise invalid_field("session", f"must have at most {MAX_NAME_CHARACTERS} characters")
     if start.session and start.chat.continue_final_message:
-        text = "chat.continue_final_message: not in a session, which keeps its messages as they are"
-        raise invalid("chat.continue_final_message", text)
+        text = ": not in a session, which keeps its messages as they are"
+        raise invalid_field("chat.continue_final_message", text)
     if start.raw_output and _bounds_calls(start.chat):
-        text = "raw_output: calls are not recognized in it, so none can be required, strict, or the only one"
-        raise invalid("raw_output", text)
+        text = ": calls are not recognized in it, so none can be required, strict, or the only one"
+        raise invalid_field("raw_output", text)
 
 
 def _bounds_calls(chat: tokenizer_pb2.ChatPrompt) -> bool:
@@ -85,9 +85,9 @@ def check_embed(
     for index, each in enumerate(request.inputs):
         kind, field = each.WhichOneof("kind"), f"inputs[{index}]"
         if kind is None or not (each.text or each.tokens.token_ids):
-            raise invalid(field, f"{field} is empty: give text or tokens")
+            raise invalid_field(field, "is empty: give text or tokens")
         if kind == "text" and _utf8_bytes(each.text, max_bytes) > max_bytes:
-            raise invalid(field, f"{field} has more than the {max_bytes} bytes allowed here")
+            raise invalid_field(field, f"has more than the {max_bytes} bytes allowed here")
         if kind == "tokens":
             check_embedded(each.tokens.token_ids, model, field)
     _check_options(request, config)
@@ -96,10 +96,10 @@ def check_embed(
 def check_embedded(token_ids: Sequence[int], model: node_pb2.ModelInfo | None, field: str) -> None:
     """A prompt whose embedding is wanted. Raises BatonError."""
     if not token_ids:
-        raise invalid(field, f"{field} has no tokens")
+        raise invalid_field(field, "has no tokens")
     if model is not None and len(token_ids) > model.context_length:
-        text = f"{field} has {len(token_ids)} tokens; the context holds {model.context_length}"
-        raise invalid(field, text, "PROMPT_TOO_LONG")
+        text = f"has {len(token_ids)} tokens; the context holds {model.context_length}"
+        raise invalid_field(field, text, "PROMPT_TOO_LONG")
     if model is not None:
         check_token_ids(token_ids, model.vocab_size, field)
 
@@ -126,11 +126,11 @@ def _check_options(
 ) -> None:
     longest = int(config.request_seconds * 1000)
     if request.HasField("timeout_ms") and not 1 <= request.timeout_ms <= longest:
-        raise invalid("timeout_ms", f"timeout_ms must be in [1, {longest}], not {request.timeout_ms}")
+        raise invalid_field("timeout_ms", f"must be in [1, {longest}], not {request.timeout_ms}")
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
-        raise invalid("priority", f"priority must be in [-100, 100], not {request.priority}")
+        raise invalid_field("priority", f"must be in [-100, 100], not {request.priority}")
     if len(request.namespace) > MAX_NAME_CHARACTERS:
-        raise invalid("namespace", f"namespace must have at most {MAX_NAME_CHARACTERS} characters")
+        raise invalid_field("namespace", f"must have at most {MAX_NAME_CHARACTERS} characters")
 
 
 def _max_prompt_bytes(config: GatewayConfig, model: node_pb2.ModelInfo | None) -> int:
@@ -171,7 +171,7 @@ def _check_prompt(
         least = -(-size // MAX_TOKEN_BYTES)
         wanted = _wanted(start.sampling, start.clamp_max_tokens) or 1
         error = context_exceeded(least, wanted, model.context_length, field)
-        error.message += f" The prompt has {size} bytes, and so at least these tokens."
+        error.text += f" The prompt has {size} bytes, and so at least these tokens."
         raise error
     if size > max_bytes:
         raise invalid(field, f"the prompt has at least {size} bytes, more than the {max_bytes} allowed here")
@@ -255,9 +255,7 @@ def fit(
         field = "sampling.max_tokens"
         raise context_exceeded(prompt_tokens, wanted, context_length, field)
     if sampling.min_tokens > room:
-        raise invalid(
-            "sampling.min_tokens", f"sampling.min_tokens is {sampling.min_tokens}; {room} fit at most"
-        )
+        raise invalid_field("sampling.min_tokens", f"is {sampling.min_tokens}; {room} fit at most")
     fitted = common_pb2.SamplingParams()
     if defaults is not None:
         fitted.CopyFrom(defaults)

@@ -29,7 +29,6 @@ async def embed(
             embeddings = await gateway.embedder.compute(prompts, template, began + seconds)
         except BatonError as error:
             if error.field is not None and error.field.startswith("["):
-                error.message = error.message.replace(error.field, "")
                 error.field = f"inputs{error.field}"
             raise
     return inference_pb2.EmbedResponse(embeddings=embeddings, request_id=call.name)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from baton.gateway.tool_grammars import callable_tools, constrain, most_calls
 from baton.parsers.reader import ParsedCall, ParsedReasoning, ParsedText, ParserEvent, Reader
 from baton.parsers.registry import REASONING_PARSERS, make_parser
-from baton.rpc.errors import invalid
+from baton.rpc.errors import invalid_field
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
 
@@ -93,8 +93,8 @@ class OutputParsers:
         self._formats = (model.tool_format, model.reasoning_format)
         self._tools = {tool.name: tool.parameters for tool in callable_tools(chat)}
         if self._tools and not model.tool_format:
-            text = "chat.tools: how this model calls tools is not known; give the gateway --tool-parser"
-            raise invalid("chat.tools", text)
+            text = ": how this model calls tools is not known; give the gateway --tool-parser"
+            raise invalid_field("chat.tools", text)
         end = rendered.rstrip()
         begins, ends = ("<think>", "[THINK]"), ("</think>", "[/THINK]")
         if chat.continue_final_message:

@@ -13,7 +13,7 @@ from baton.gateway.media_fetch import MediaFetcher
 from baton.pictures.data_uri import MOST_BYTES
 from baton.pictures.decoder import Picture, PictureBusy, PictureDecoder
 from baton.pictures.settings import PictureError, PictureSettings
-from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid
+from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid_field
 
 WIDTH = 2
 """Images that are decoded at a time, for all requests and for one."""
@@ -86,7 +86,7 @@ class PictureStore:
             return await self._media.fetch(url)
         except PictureError as error:
             self._counted("refused")
-            raise invalid(place, f"{place} {error}", "IMAGE") from None
+            raise invalid_field(place, str(error), "IMAGE") from None
 
     async def hold(
         self, name: PictureName, data: bytes | None, settings: PictureSettings, place: str
@@ -132,7 +132,7 @@ class PictureStore:
             loop = asyncio.get_running_loop()
             picture = await loop.run_in_executor(self._threads, decoder.decode, data)
         except PictureError as error:
-            raise invalid(place, f"{place} {error}", "IMAGE") from None
+            raise invalid_field(place, str(error), "IMAGE") from None
         except PictureBusy as error:
             raise exhausted(str(error), "PICTURES_BUSY", 1000) from None
         kept = self._kept.get(picture.digest)
@@ -149,10 +149,8 @@ class PictureStore:
 
     def _make_room(self, size: int, place: str) -> None:
         if size > self._max_bytes:
-            text = (
-                f"{place} has {size} bytes of pixels; --image-memory-mib allows {self._max_bytes >> 20} MiB"
-            )
-            raise invalid(place, text, "IMAGE")
+            text = f"has {size} bytes of pixels; --image-memory-mib allows {self._max_bytes >> 20} MiB"
+            raise invalid_field(place, text, "IMAGE")
         idle = [digest for digest, kept in self._kept.items() if not kept.holders]
         free = sum(self._kept[digest].picture.pixels.nbytes for digest in idle)
         if self._bytes - free + size > self._max_bytes:
@@ -190,7 +188,7 @@ class PictureLease:
         if known:
             name = PictureName(self._owner, self._namespace, file)
         elif len(file) > MOST_BYTES:
-            raise invalid(place, f"{place} has more than {MOST_BYTES:,} bytes", "IMAGE")
+            raise invalid_field(place, f"has more than {MOST_BYTES:,} bytes", "IMAGE")
         else:
             name = await self._store.name(file, self._owner, self._namespace)
         picture = await self._store.hold(name, None if known else file, settings, place)

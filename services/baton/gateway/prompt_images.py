@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.gateway.pictures import WIDTH, PictureLease
 from baton.kvcache.page_keys import DIGEST_BYTES, placeholder
 from baton.pictures.settings import PictureSettings
-from baton.rpc.errors import BatonError, invalid
+from baton.rpc.errors import BatonError, invalid, invalid_field
 from baton.v1 import common_pb2, node_pb2, tokenizer_pb2
 
 MOST_IMAGES = 256
@@ -53,11 +53,11 @@ def check_images(parts: ImageParts, model: node_pb2.ModelInfo | None) -> None:
         if len(part.name) > MOST_NAME:
             raise invalid("chat.messages", f"a part's name has more than {MOST_NAME} characters")
         if model is not None and not model.HasField("image_settings"):
-            raise invalid(place, f"{place} {NOT_SEEN}", "NO_IMAGES")
+            raise invalid_field(place, NOT_SEEN, "NO_IMAGES")
         if count > MOST_IMAGES:
-            raise invalid(place, f"{place}: more than {MOST_IMAGES} images in a request", "TOO_MANY_IMAGES")
+            raise invalid_field(place, f": more than {MOST_IMAGES} images in a request", "TOO_MANY_IMAGES")
         if part.WhichOneof("kind") == "image_digest" and len(part.image_digest) != DIGEST_BYTES:
-            raise invalid(place, f"{place}: a digest has {DIGEST_BYTES} bytes", "IMAGE")
+            raise invalid_field(place, f": a digest has {DIGEST_BYTES} bytes", "IMAGE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ def with_images(
     """A rendered prompt with as many tokens for each image as it has, and where they are. at: indices of the
     tokens that stand for them. Raises BatonError if these are not as many as images."""
     if len(at) != len(images):
-        text = f"chat.messages: the model's chat template shows {len(at)} of {len(images)} images"
-        raise invalid("chat.messages", text, "TEMPLATE")
+        text = f": the model's chat template shows {len(at)} of {len(images)} images"
+        raise invalid_field("chat.messages", text, "TEMPLATE")
     found: list[int] = []
     spans = []
     done = 0
@@ -150,5 +150,5 @@ def keyed(token_ids: Sequence[int], images: Sequence[common_pb2.PromptImage]) ->
 
 
 def context_of_images(tokens: int, context_length: int, place: str) -> BatonError:
-    text = f"{place}: images up to here take {tokens} tokens; the context holds {context_length}"
-    return invalid(place, text, "PROMPT_TOO_LONG")
+    text = f": images up to here take {tokens} tokens; the context holds {context_length}"
+    return invalid_field(place, text, "PROMPT_TOO_LONG")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.gateway.prompt_images import ImageSize, keyed, with_images, without_files
 from baton.gateway.token_log import ChoiceLog
 from baton.gateway.tokenizer_client import TokenizerClient
-from baton.rpc.errors import BatonError, failed_precondition, invalid
+from baton.rpc.errors import BatonError, failed_precondition, invalid, invalid_field
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2, trace_pb2
 
 END_CHARACTERS = 64
@@ -45,7 +45,7 @@ class GatewaySession:
     def begin(self, chat: bool, n: int) -> None:
         """Starts a turn; `end` must follow. Raises BatonError if the turn cannot continue this session."""
         if n != 1:
-            raise invalid("n", f"n must be 1 in a session, not {n}")
+            raise invalid_field("n", f"must be 1 in a session, not {n}")
         if self._busy:
             raise failed_precondition(
                 "the session's earlier turn is still running: wait for its end, or cancel it", "SESSION_BUSY"

@@ -330,7 +330,6 @@ class GatewayRequest:
             self.attempts.ended(error, self._gateway.clock(), lost=lost)
         except BatonError as last:
             if last.field == "sampling.grammar":
-                last.message = last.message.replace(last.field, self._grammar_field)
                 last.field = self._grammar_field
             self.fail(last)
             return

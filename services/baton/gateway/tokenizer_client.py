@@ -203,9 +203,7 @@ class TokenizerClient:
         if result.HasField("error"):
             error = from_status(result.error)
             if error.field is not None:  # "inputs[0].chat.messages[1].role" to "chat.messages[1].role"
-                _, _, field = error.field.partition(".")
-                error.message = error.message.replace(error.field, field)
-                error.field = field
+                error.field = error.field.partition(".")[2]
             raise error
         return result
 

@@ -24,7 +24,7 @@ from baton.parsers.llama import WholeAnswer
 from baton.parsers.registry import TOOL_PARSERS
 from baton.parsers.think import Think
 from baton.parsers.tools import NAME
-from baton.rpc.errors import BatonError, invalid
+from baton.rpc.errors import BatonError, invalid_field
 from baton.rpc.validate import MAX_GRAMMAR_BYTES
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, tokenizer_pb2
@@ -85,11 +85,11 @@ def constrain(
     if not (required or held or (answer is not None and (tools or reasons))):
         return None
     if sampling.ignore_eos:
-        text = "sampling.ignore_eos cannot be true beside tools that must be called in their form"
-        raise invalid("sampling.ignore_eos", text)
+        text = "cannot be true beside tools that must be called in their form"
+        raise invalid_field("sampling.ignore_eos", text)
     if sum(len(tool.parameters) for tool in tools) > MAX_GRAMMAR_BYTES:
-        text = f"chat.tools: their schemas have more than the {MAX_GRAMMAR_BYTES} bytes that can be enforced"
-        raise invalid("chat.tools", text)
+        text = f": their schemas have more than the {MAX_GRAMMAR_BYTES} bytes that can be enforced"
+        raise invalid_field("chat.tools", text)
     writer = _GrammarWriter(vocabulary, tools, loose=not required)
     most = most_calls(chat) or MAX_CALLS
     lines = writer.write(formats, most, required, answer, reasons=reasons, opened=opened)
@@ -277,10 +277,10 @@ def _answer(grammar: common_pb2.Grammar) -> list[str]:
         try:
             schema = json.loads(grammar.json_schema) if kind == "json_schema" else {"type": "object"}
         except (ValueError, RecursionError) as error:
-            raise invalid("sampling.grammar", f"sampling.grammar: {error}", "INVALID_GRAMMAR") from None
+            raise invalid_field("sampling.grammar", f": {error}", "INVALID_GRAMMAR") from None
         if not isinstance(schema, dict):
-            text = "sampling.grammar: beside tools or reasoning a schema must be an object"
-            raise invalid("sampling.grammar", text)
+            text = ": beside tools or reasoning a schema must be an object"
+            raise invalid_field("sampling.grammar", text)
         return [f"answer: %json {_spaced(schema)}"]
     if kind == "regex":
         # A slash ends it, unless it is escaped already.
@@ -288,8 +288,8 @@ def _answer(grammar: common_pb2.Grammar) -> list[str]:
         return [f"answer: /{regex}/"]
     if kind == "choice":
         return [f"answer: {' | '.join(map(_literal, grammar.choice.strings))}"]
-    text = "sampling.grammar: a Lark grammar cannot be beside tools or reasoning; give raw_output or no tools"
-    raise invalid("sampling.grammar", text)
+    text = ": a Lark grammar cannot be beside tools or reasoning; give raw_output or no tools"
+    raise invalid_field("sampling.grammar", text)
 
 
 def _rewritten(tool: tokenizer_pb2.Tool) -> Rewritten:
@@ -320,8 +320,8 @@ def _check_enforced(made: Rewritten) -> None:
 
 
 def _invalid_schema(tool: tokenizer_pb2.Tool, why: str) -> BatonError:
-    text = f"chat.tools: the schema of {tool.name}: {why}"
-    return invalid("chat.tools", text, "INVALID_GRAMMAR")
+    text = f": the schema of {tool.name}: {why}"
+    return invalid_field("chat.tools", text, "INVALID_GRAMMAR")
 
 
 def _schema(tool: tokenizer_pb2.Tool, *, any_object: bool) -> str:
@@ -330,8 +330,8 @@ def _schema(tool: tokenizer_pb2.Tool, *, any_object: bool) -> str:
         schema = dict(_rewritten(tool).schema)
         kind = schema.get("type", "object")
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-            text = f"chat.tools: the schema of {tool.name} is of no object, which arguments are"
-            raise invalid("chat.tools", text)
+            text = f": the schema of {tool.name} is of no object, which arguments are"
+            raise invalid_field("chat.tools", text)
         schema["type"] = "object"
         if "properties" in schema and "patternProperties" not in schema:
             schema.setdefault("additionalProperties", False)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 
 from baton.rpc.channel import Dial
-from baton.rpc.errors import from_rpc_error, invalid
+from baton.rpc.errors import from_rpc_error, invalid_field
 from baton.rpc.message_size import MAX_ANSWER_BYTES
 from baton.rpc.outbox import byte_size
 from baton.rpc.trace_messages import event_to, events_from
@@ -200,7 +200,7 @@ async def answer(traces: Traces, request: trace_pb2.GetTracesRequest) -> trace_p
     limit = request.limit if request.HasField("limit") else DEFAULT_TRACES
     for field, count in (("ids", len(request.ids)), ("limit", limit)):
         if count > MAX_TRACES:
-            raise invalid(field, f"{field}: at most {MAX_TRACES} traces at a time, not {count}")
+            raise invalid_field(field, f": at most {MAX_TRACES} traces at a time, not {count}")
     if request.ids:
         names = [name for id in dict.fromkeys(request.ids) if (name := parse_id(id)) is not None]
     else:

@@ -25,30 +25,40 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 class BatonError(Exception):
     """An error that a caller sees.
 
-    code: the gRPC code. reason: upper-case word, stable, for programs. message: one line for people, saying
-    what to do. field: path of the field that is wrong, such as "inputs[0].text". retry_after_ms: when trying
-    again makes sense.
+    code: the gRPC code. reason: upper-case word, stable, for programs. text: one line for people, saying
+    what to do. field: path of the field that is wrong, such as "inputs[0].text". named: `text` follows the
+    field's name in the message; who names the field otherwise changes `field` alone. retry_after_ms: when
+    trying again makes sense.
     """
 
     def __init__(
         self,
         code: grpc.StatusCode,
         reason: str,
-        message: str,
+        text: str,
         *,
         field: str | None = None,
+        named: bool = False,
         retry_after_ms: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(text)
         self.code = code
         self.reason = reason
-        self.message = message
+        self.text = text
         self.field = field
+        self.named = named
         self.retry_after_ms = retry_after_ms
         self.metadata: dict[str, str] = {}
         """Figures of the error, for programs: ErrorInfo.metadata."""
         self.recorded = False
         """A request that failed with it has been logged and counted already."""
+
+    @property
+    def message(self) -> str:
+        return named_text(self.field, self.text) if self.named and self.field else self.text
+
+    def __str__(self) -> str:
+        return self.message
 
     def __repr__(self) -> str:
         return f"BatonError({self.code.name}, {self.reason}, {self.message!r}, field={self.field!r})"
@@ -58,8 +68,19 @@ OnRefused = Callable[[BatonError, grpc.aio.ServicerContext], None]
 """Called for a call that ends with an error, before that is sent, unless the error is `recorded`."""
 
 
+def named_text(field: str, text: str) -> str:
+    """A message that begins with the field's name."""
+    return f"{field}{text}" if text[:1] in (":", ",") else f"{field} {text}"
+
+
+def invalid_field(field: str, text: str, reason: str = "INVALID_FIELD") -> BatonError:
+    """The value of `field` cannot be used. text: follows its name, such as "must be at least 1" or
+    ": at most 4 entries"."""
+    return BatonError(grpc.StatusCode.INVALID_ARGUMENT, reason, text, field=field, named=True)
+
+
 def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> BatonError:
-    """The value of `field` cannot be used."""
+    """The value of `field` cannot be used, which `message` says without its name."""
     return BatonError(grpc.StatusCode.INVALID_ARGUMENT, reason, message, field=field)
 
 
@@ -105,7 +126,7 @@ def to_status(error: BatonError) -> status_pb2.Status:
     status.details.add().Pack(info)
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=cut(error.field), description=message, reason=error.reason
+            field=cut(error.field), description=cut(error.text), reason=error.reason
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_ms is not None:
@@ -126,7 +147,10 @@ def from_status(status: status_pb2.Status) -> BatonError:
         if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
             error.reason, error.metadata = info.reason or error.reason, dict(info.metadata)
         elif detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad) and bad.field_violations:
-            error.field = bad.field_violations[0].field
+            wrong = bad.field_violations[0]
+            error.field = wrong.field
+            if status.message == cut(named_text(wrong.field, wrong.description)):
+                error.text, error.named = wrong.description, True
         elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
             error.retry_after_ms = retry.retry_delay.ToMilliseconds()
     return error

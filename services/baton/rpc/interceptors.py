@@ -28,6 +28,7 @@ from baton.rpc.errors import (
     abort,
     internal,
     invalid,
+    invalid_field,
     refusing,
     unavailable,
     without_frames,
@@ -226,7 +227,7 @@ def error_of(data: bytes, descriptor: Descriptor | None) -> BatonError:
     name = descriptor.full_name if descriptor is not None else "message"
     field = _not_utf8(data, descriptor) if len(data) <= INLINE_BYTES else ""
     if field:
-        return invalid(field, f"{field} is not valid UTF-8", "INVALID_UTF8")
+        return invalid_field(field, "is not valid UTF-8", "INVALID_UTF8")
     return invalid(
         "message",
         f"the message cannot be parsed as {name}, or a string in it is not UTF-8",

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from baton.rpc.errors import invalid
+from baton.rpc.errors import invalid_field
 from baton.rpc.outbox import byte_size
 
 MAX_ANSWER_BYTES = 4 * 2**20 - 2**18
@@ -36,8 +36,8 @@ def cut(messages: Sequence[M]) -> Iterator[Sequence[M]]:
 def check_answer(size: int, field: str, advice: str, most: int = MAX_ANSWER_BYTES) -> None:
     """For a call with one answer, of at least `size` bytes. field: what makes it large. Raises BatonError."""
     if size > most:
-        text = f"{field}: the answer has more than {most / 2**20:g} MiB: {advice}"
-        raise invalid(field, text, "ANSWER_TOO_LARGE")
+        text = f": the answer has more than {most / 2**20:g} MiB: {advice}"
+        raise invalid_field(field, text, "ANSWER_TOO_LARGE")
 
 
 def check_embeddings(count: int, values: int, field: str) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import psutil
 
-from baton.rpc.errors import exhausted, invalid, unavailable
+from baton.rpc.errors import exhausted, invalid_field, unavailable
 from baton.rpc.tasks import wait_at_most
 from baton.v1 import node_pb2
 
@@ -53,7 +53,7 @@ class NodeWatches:
         """Answers one call. Raises BatonError, at the latest when the process stops."""
         interval = _interval(request)
         if request.max_cells > MAX_CELLS:
-            raise invalid("max_cells", f"max_cells is {request.max_cells}; at most {MAX_CELLS}")
+            raise invalid_field("max_cells", f"is {request.max_cells}; at most {MAX_CELLS}")
         if self._watchers >= MAX_WATCHERS:
             raise exhausted(f"{self._watchers} watch this process already", "TOO_MANY_WATCHERS", 1000)
         self._watchers += 1
@@ -87,5 +87,5 @@ def _interval(request: node_pb2.WatchNodeRequest) -> float:
     given = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
     if not LEAST_INTERVAL_MS <= given <= MOST_INTERVAL_MS:
         allowed = f"{LEAST_INTERVAL_MS} to {MOST_INTERVAL_MS}"
-        raise invalid("interval_ms", f"interval_ms is {given}; {allowed} are allowed")
+        raise invalid_field("interval_ms", f"is {given}; {allowed} are allowed")
     return given / 1000

@@ -8,7 +8,7 @@ from functools import cache
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from baton.rpc.errors import failed_precondition, invalid
+from baton.rpc.errors import failed_precondition, invalid_field
 from baton.v1 import common_pb2, node_pb2
 
 MAX_TEMPERATURE = 100.0
@@ -55,7 +55,7 @@ def check_sampling(
     def check(name: str, low: float, high: float, what: str) -> None:
         # `not low <= x <= high` rather than `x < low or x > high`: NaN compares false with everything.
         if params.HasField(name) and not low <= getattr(params, name) <= high:
-            raise invalid(f"{field}.{name}", f"{field}.{name} must be {what}, not {getattr(params, name):g}")
+            raise invalid_field(f"{field}.{name}", f"must be {what}, not {getattr(params, name):g}")
 
     check("temperature", 0.0, MAX_TEMPERATURE, f"in [0, {MAX_TEMPERATURE:g}]")
     check("top_k", 0, MAX_TOP_K, "at least 1 (0 or absent: all tokens)")
@@ -69,26 +69,26 @@ def check_sampling(
     check("logprobs", 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]")
     check("prompt_logprobs", 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]")
     if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
-        raise invalid(
+        raise invalid_field(
             f"{field}.min_tokens",
-            f"{field}.min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})",
+            f"({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})",
         )
     _check_logit_bias(params, vocab_size, f"{field}.logit_bias")
     _check_stop(params, f"{field}.stop", allow_stop)
     if len(params.stop_token_ids) > MAX_STOP_TOKENS:
-        raise invalid(f"{field}.stop_token_ids", f"{field}.stop_token_ids: at most {MAX_STOP_TOKENS} entries")
+        raise invalid_field(f"{field}.stop_token_ids", f": at most {MAX_STOP_TOKENS} entries")
     check_token_ids(params.stop_token_ids, vocab_size, f"{field}.stop_token_ids")
     if params.HasField("grammar"):
         _check_grammar(params.grammar, f"{field}.grammar")
         if params.ignore_eos:
-            text = f"{field}.ignore_eos cannot be true beside {field}.grammar: its end is an end of sequence"
-            raise invalid(f"{field}.ignore_eos", text)
+            text = "cannot be true beside a grammar: its end is an end of sequence"
+            raise invalid_field(f"{field}.ignore_eos", text)
 
 
 def require_grammars(params: common_pb2.SamplingParams, supported: bool) -> None:
     """Raises BatonError for a grammar where output cannot be constrained."""
     if params.HasField("grammar") and not supported:
-        raise invalid("sampling.grammar", "sampling.grammar: output cannot be constrained here")
+        raise invalid_field("sampling.grammar", ": output cannot be constrained here")
 
 
 def check_generates(model: node_pb2.ModelInfo) -> None:
@@ -107,16 +107,16 @@ def check_token_ids(ids: Sequence[int], vocab_size: int | None, field: str) -> N
         return
     for index, token in enumerate(ids):
         if not 0 <= token < vocab_size:
-            raise invalid(
+            raise invalid_field(
                 f"{field}[{index}]",
-                f"{field}[{index}] is {token}, outside the model's vocabulary of {vocab_size} tokens",
+                f"is {token}, outside the model's vocabulary of {vocab_size} tokens",
             )
 
 
 def check_choices(n: int) -> None:
     """Raises BatonError unless 1 <= n <= 16."""
     if not 1 <= n <= MAX_CHOICES:
-        raise invalid("n", f"n must be in [1, {MAX_CHOICES}], not {n}")
+        raise invalid_field("n", f"must be in [1, {MAX_CHOICES}], not {n}")
 
 
 _Path = tuple[FieldDescriptor, ...]
@@ -151,7 +151,7 @@ def _check_enum(message: Message, path: _Path, name: str) -> None:
         if rest:
             _check_enum(each, rest, name)
         elif (kind := field.enum_type) is not None and each not in kind.values_by_number:
-            raise invalid(name, f"{name} is {each}: {kind.full_name} has no such value")
+            raise invalid_field(name, f"is {each}: {kind.full_name} has no such value")
 
 
 _ABOVE_ZERO = 2.0**-149  # the smallest positive float32
@@ -162,17 +162,17 @@ def _check_grammar(grammar: common_pb2.Grammar, field: str) -> None:
     kind = grammar.WhichOneof("kind")
     if kind is None:
         kinds = "json_schema, json_object, regex, lark or choice"
-        raise invalid(field, f"{field} is empty: give one of {kinds}")
+        raise invalid_field(field, f"is empty: give one of {kinds}")
     texts = [] if kind == "json_object" else [getattr(grammar, kind)]
     if kind == "choice":
         texts = list(grammar.choice.strings)
         if not 1 <= len(texts) <= MAX_GRAMMAR_CHOICES or not all(texts):
             most = f"1 to {MAX_GRAMMAR_CHOICES} strings, none of them empty"
-            raise invalid(f"{field}.choice", f"{field}.choice has {len(texts)} strings; give {most}")
+            raise invalid_field(f"{field}.choice", f"has {len(texts)} strings; give {most}")
     size = sum(len(text.encode()) for text in texts)
     if size > MAX_GRAMMAR_BYTES or (kind != "json_object" and not size):
-        text = f"{field}.{kind} has {size} bytes; give 1 to {MAX_GRAMMAR_BYTES}"
-        raise invalid(f"{field}.{kind}", text)
+        text = f"has {size} bytes; give 1 to {MAX_GRAMMAR_BYTES}"
+        raise invalid_field(f"{field}.{kind}", text)
     if kind == "lark":
         # A definition has its name and its colon on a line of its own; terminals are in capitals.
         heads = [line.partition(":") for line in grammar.lark.split("\n")]
@@ -181,31 +181,27 @@ def _check_grammar(grammar: common_pb2.Grammar, field: str) -> None:
         rules = sum(initial.islower() for initial in initials)
         if rules > MAX_LARK_RULES or terminals > MAX_LARK_TERMINALS:
             most = f"at most {MAX_LARK_RULES} and {MAX_LARK_TERMINALS} are allowed"
-            raise invalid(
-                f"{field}.lark", f"{field}.lark has {rules} rules and {terminals} terminals; {most}"
-            )
+            raise invalid_field(f"{field}.lark", f"has {rules} rules and {terminals} terminals; {most}")
 
 
 def _check_logit_bias(params: common_pb2.SamplingParams, vocab_size: int | None, field: str) -> None:
     if len(params.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
-        raise invalid(field, f"{field}: at most {MAX_LOGIT_BIAS_ENTRIES} entries")
+        raise invalid_field(field, f": at most {MAX_LOGIT_BIAS_ENTRIES} entries")
     for token, bias in sorted(params.logit_bias.items()):
         name = f"{field}[{token}]"
         if vocab_size is not None and token >= vocab_size:
-            raise invalid(name, f"{name}: the model's vocabulary has {vocab_size} tokens")
+            raise invalid_field(name, f": the model's vocabulary has {vocab_size} tokens")
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-            raise invalid(name, f"{name} must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], not {bias:g}")
+            raise invalid_field(name, f"must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], not {bias:g}")
 
 
 def _check_stop(params: common_pb2.SamplingParams, field: str, allowed: bool) -> None:
     if params.stop and not allowed:
-        raise invalid(field, f"{field}: stop strings are the gateway's; use stop_token_ids here")
+        raise invalid_field(field, ": stop strings are the gateway's; use stop_token_ids here")
     if len(params.stop) > MAX_STOP_STRINGS:
-        raise invalid(field, f"{field}: at most {MAX_STOP_STRINGS} strings")
+        raise invalid_field(field, f": at most {MAX_STOP_STRINGS} strings")
     for index, text in enumerate(params.stop):
         if not text:
-            raise invalid(f"{field}[{index}]", f"{field}[{index}] must not be empty")
+            raise invalid_field(f"{field}[{index}]", "must not be empty")
         if len(text) > MAX_STOP_CHARACTERS:
-            raise invalid(
-                f"{field}[{index}]", f"{field}[{index}] must have at most {MAX_STOP_CHARACTERS} characters"
-            )
+            raise invalid_field(f"{field}[{index}]", f"must have at most {MAX_STOP_CHARACTERS} characters")

@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from baton.rpc.errors import BatonError, invalid
+from baton.rpc.errors import BatonError, invalid_field
 from baton.rpc.validate import check_enums
 from baton.v1 import tokenizer_pb2
 
@@ -88,7 +88,7 @@ def read(chat: tokenizer_pb2.ChatPrompt, name: str, *, developer: bool = False) 
     developer: the template knows the role "developer"; otherwise it is "system".
     """
     if not chat.messages:
-        raise invalid(f"{name}.messages", f"{name}.messages must not be empty")
+        raise invalid_field(f"{name}.messages", "must not be empty")
     calls: dict[str, str] = {}  # ids of calls, and the functions that they call
     messages = [
         _message(message, f"{name}.messages[{index}]", calls, developer)
@@ -102,7 +102,7 @@ def read(chat: tokenizer_pb2.ChatPrompt, name: str, *, developer: bool = False) 
     for key in arguments:
         if key in RESERVED or key.startswith("_") or key.endswith("_token"):
             where = f"{name}.template_arguments.{key[:40]}"
-            raise invalid(where, f"{where} is not the caller's to give")
+            raise invalid_field(where, "is not the caller's to give")
     return Conversation(messages, tools if shown else (), _integers(arguments))
 
 
@@ -118,7 +118,7 @@ def _message(
 ) -> dict[str, JsonValue]:
     role = message.role
     if role not in ROLES:
-        raise invalid(f"{name}.role", f"{name}.role is {role[:40]!r}; use one of {', '.join(ROLES)}")
+        raise invalid_field(f"{name}.role", f"is {role[:40]!r}; use one of {', '.join(ROLES)}")
     made: dict[str, JsonValue] = {
         "role": "system" if role == "developer" and not developer else role,
         "content": _content(message, name),
@@ -127,7 +127,7 @@ def _message(
         made["name"] = message.name
     for key, allowed in ("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool"):
         if getattr(message, key) and role != allowed:
-            raise invalid(f"{name}.{key}", f"{name}.{key}: only in a message of role {allowed!r}")
+            raise invalid_field(f"{name}.{key}", f": only in a message of role {allowed!r}")
     if message.reasoning:
         made["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -146,14 +146,14 @@ def _content(message: tokenizer_pb2.ChatMessage, name: str) -> str | list[str | 
     if not parts:
         return message.content
     if message.content:
-        raise invalid(f"{name}.parts", f"{name}.parts: in the place of content, which must be empty")
+        raise invalid_field(f"{name}.parts", ": in the place of content, which must be empty")
     if len(parts) > MAX_PARTS:
-        raise invalid(f"{name}.parts", f"{name}.parts: {len(parts)} parts; {MAX_PARTS} are allowed")
+        raise invalid_field(f"{name}.parts", f": {len(parts)} parts; {MAX_PARTS} are allowed")
     found: list[str | None] = []
     for index, part in enumerate(parts):
         kind = part.WhichOneof("kind")
         if kind is None:
-            raise invalid(f"{name}.parts[{index}]", f"{name}.parts[{index}] is empty: give text or image")
+            raise invalid_field(f"{name}.parts[{index}]", "is empty: give text or image")
         found.append(part.text if kind == "text" else None)
     return "".join(each or "" for each in found) if None not in found else found
 
@@ -166,11 +166,11 @@ def _parts(content: str | list[str | None]) -> list[JsonValue]:
 
 def _check_continued(chat: tokenizer_pb2.ChatPrompt, field: str) -> None:
     if chat.add_generation_prompt:
-        raise invalid(field, f"{field} needs add_generation_prompt to be false or absent")
+        raise invalid_field(field, "needs add_generation_prompt to be false or absent")
     last = chat.messages[-1]
     if last.role != "assistant" or last.tool_calls or not last.content.strip():
-        text = f"{field}: the last message must be of role 'assistant', with text and without tool calls"
-        raise invalid(field, text)
+        text = ": the last message must be of role 'assistant', with text and without tool calls"
+        raise invalid_field(field, text)
 
 
 def _call(call: tokenizer_pb2.ToolCall, name: str, calls: dict[str, str]) -> dict[str, JsonValue]:
@@ -189,15 +189,15 @@ def _call(call: tokenizer_pb2.ToolCall, name: str, calls: dict[str, str]) -> dic
 
 def _tools(chat: tokenizer_pb2.ChatPrompt, name: str) -> list[dict[str, JsonValue]]:
     if len(chat.tools) > MAX_TOOLS:
-        raise invalid(f"{name}.tools", f"{name}.tools: {len(chat.tools)} tools; {MAX_TOOLS} are allowed")
+        raise invalid_field(f"{name}.tools", f": {len(chat.tools)} tools; {MAX_TOOLS} are allowed")
     seen: dict[str, int] = {}
     found = []
     for index, tool in enumerate(chat.tools):
         where = f"{name}.tools[{index}]"
         _check_name(tool.name, f"{where}.name")
         if tool.name in seen:
-            text = f"{where}.name is {tool.name!r}, the name of tools[{seen[tool.name]}] as well"
-            raise invalid(f"{where}.name", text)
+            text = f"is {tool.name!r}, the name of tools[{seen[tool.name]}] as well"
+            raise invalid_field(f"{where}.name", text)
         seen[tool.name] = index
         parameters = {"type": "object", "properties": {}}
         if tool.parameters:
@@ -207,27 +207,27 @@ def _tools(chat: tokenizer_pb2.ChatPrompt, name: str) -> list[dict[str, JsonValu
     check_enums(chat, name)
     choice = chat.tool_choice
     if choice.name and choice.mode != tokenizer_pb2.ToolChoice.MODE_REQUIRED:
-        raise invalid(f"{name}.tool_choice.name", f"{name}.tool_choice.name: only with MODE_REQUIRED")
+        raise invalid_field(f"{name}.tool_choice.name", ": only with MODE_REQUIRED")
     if choice.mode == tokenizer_pb2.ToolChoice.MODE_REQUIRED and not found:
-        text = f"{name}.tool_choice: a call is required, but there are no tools"
-        raise invalid(f"{name}.tool_choice", text)
+        text = ": a call is required, but there are no tools"
+        raise invalid_field(f"{name}.tool_choice", text)
     if choice.name and choice.name not in seen:
-        text = f"{name}.tool_choice.name is {choice.name[:128]!r}, which is none of the tools"
-        raise invalid(f"{name}.tool_choice.name", text)
+        text = f"is {choice.name[:128]!r}, which is none of the tools"
+        raise invalid_field(f"{name}.tool_choice.name", text)
     if choice.allowed and (choice.name or choice.mode == tokenizer_pb2.ToolChoice.MODE_NONE):
-        text = f"{name}.tool_choice.allowed: not with a name or MODE_NONE"
-        raise invalid(f"{name}.tool_choice.allowed", text)
+        text = ": not with a name or MODE_NONE"
+        raise invalid_field(f"{name}.tool_choice.allowed", text)
     for index, each in enumerate(choice.allowed):
         if each not in seen:
             where = f"{name}.tool_choice.allowed[{index}]"
-            raise invalid(where, f"{where} is {each[:128]!r}, which is none of the tools")
+            raise invalid_field(where, f"is {each[:128]!r}, which is none of the tools")
     return found
 
 
 def _check_name(given: str, field: str) -> None:
     if not _NAME.fullmatch(given):
         form = "1 to 128 letters, digits, underscores, hyphens and dots"
-        raise invalid(field, f"{field} is {given[:128]!r}; a name has {form}")
+        raise invalid_field(field, f"is {given[:128]!r}; a name has {form}")
 
 
 def earlier_arguments(text: str) -> dict[str, JsonValue] | None:
@@ -242,15 +242,15 @@ def _json_object(text: str, field: str) -> dict[str, JsonValue]:
     try:
         found = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
-        raise invalid(field, f"{field} is nested too deeply") from None
+        raise invalid_field(field, "is nested too deeply") from None
     except ValueError as error:
-        raise invalid(field, f"{field} is not valid JSON: {error}") from None
+        raise invalid_field(field, f"is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise invalid(field, f"{field} must be a JSON object")
+        raise invalid_field(field, "must be a JSON object")
     try:
         _dumps(found).encode()
     except (UnicodeEncodeError, RecursionError):
-        raise invalid(field, f"{field} has a lone surrogate, or is nested too deeply") from None
+        raise invalid_field(field, "has a lone surrogate, or is nested too deeply") from None
     return found
 
 

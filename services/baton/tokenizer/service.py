@@ -17,7 +17,7 @@ from baton.rpc.errors import (
     deadline_exceeded,
     exhausted,
     failed_precondition,
-    invalid,
+    invalid_field,
     not_found,
     to_status,
     unavailable,
@@ -258,7 +258,7 @@ class TokenStreams:
             stream = self._open_stream(item)
         elif item.context or item.HasField("skip_special_tokens"):
             name = "context" if item.context else "skip_special_tokens"
-            raise invalid(f"{field}.{name}", f"{field}.{name}: only in the item that opens a token stream")
+            raise invalid_field(f"{field}.{name}", ": only in the item that opens a token stream")
         text = stream.feed(item.token_ids)
         self.counts.output_tokens += len(item.token_ids)
         if item.finish:
@@ -315,7 +315,7 @@ def encode_all(
                 result.continued = rest is not None
                 batches.setdefault((kind, special), []).append((index, rest or rendered))
             else:
-                raise invalid(f"inputs[{index}]", f"inputs[{index}]: give text or chat")
+                raise invalid_field(f"inputs[{index}]", ": give text or chat")
         except BatonError as error:
             result.error.CopyFrom(to_status(error))
     encoders: dict[str, _Encode] = {"text": tokenizer.encode, "chat": tokenizer.encode_chats}
@@ -324,8 +324,8 @@ def encode_all(
         for (index, _), tokens in zip(batch, encoded, strict=True):
             if isinstance(tokens, EncodingFailed):
                 field = f"inputs[{index}].{kind}"
-                text = f"{field}: the model's tokenizer cannot encode this text: {tokens}"
-                results[index].error.CopyFrom(to_status(invalid(field, text, "TOKENIZER_FAILED")))
+                text = f": the model's tokenizer cannot encode this text: {tokens}"
+                results[index].error.CopyFrom(to_status(invalid_field(field, text, "TOKENIZER_FAILED")))
             else:
                 results[index].token_ids.extend(tokens)
                 if kind == "chat" and tokenizer.images is not None and _has_images(inputs[index].chat):
@@ -361,9 +361,7 @@ def _render(tokenizer: HFTokenizer, chat: tokenizer_pb2.ChatPrompt, field: str) 
         raise failed_precondition("the model has no chat template; send text", "NO_CHAT_TEMPLATE") from None
     except TemplateFailed as error:
         field += ".messages"
-        raise invalid(
-            field, f"{field}: the model's chat template refuses them: {error}", "TEMPLATE"
-        ) from None
+        raise invalid_field(field, f": the model's chat template refuses them: {error}", "TEMPLATE") from None
 
 
 def _add(total: node_pb2.Load, counts: node_pb2.Load) -> None:

@@ -15,7 +15,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.grammar.base import GrammarSpec
 from baton.handoff.messages import AttemptName
 from baton.kvcache.host_tier import CachedTiers
-from baton.rpc.errors import BatonError, invalid, to_status
+from baton.rpc.errors import BatonError, invalid, invalid_field, to_status
 from baton.rpc.validate import (
     check_choices,
     check_generates,
@@ -117,21 +117,21 @@ def check_start(
     check_generates(info)
     vocab_size, context_length = info.vocab_size, info.context_length
     if not token_ids:
-        raise invalid("token_ids", "token_ids is empty: a prompt has at least one token", "EMPTY_PROMPT")
+        raise invalid_field("token_ids", "is empty: a prompt has at least one token", "EMPTY_PROMPT")
     if len(token_ids) > context_length:
-        text = f"token_ids has {len(token_ids)} tokens; this node holds at most {context_length}"
-        raise invalid("token_ids", text, "PROMPT_TOO_LONG")
+        text = f"has {len(token_ids)} tokens; this node holds at most {context_length}"
+        raise invalid_field("token_ids", text, "PROMPT_TOO_LONG")
     check_token_ids(token_ids, vocab_size, "token_ids")
     if not 0 <= delivered < len(token_ids):
-        raise invalid("delivered", "delivered must be less than the number of token_ids")
+        raise invalid_field("delivered", "must be less than the number of token_ids")
     check_choices(n)
     if delivered and n > 1:
-        raise invalid("n", "n must be 1 with delivered: only DecodeStart.choices resumes several choices")
+        raise invalid_field("n", "must be 1 with delivered: only DecodeStart.choices resumes several choices")
     check_sampling(sampling, vocab_size, "sampling", allow_stop=False)
     require_grammars(sampling, info.grammars)
     check_images(start, info)
     if sampling.HasField("max_tokens") and delivered >= sampling.max_tokens:
-        raise invalid("delivered", "delivered must be less than sampling.max_tokens: nothing is left to do")
+        raise invalid_field("delivered", "must be less than sampling.max_tokens: nothing is left to do")
 
 
 def delivered_from(
@@ -145,8 +145,8 @@ def delivered_from(
         cut = len(start.token_ids) - start.delivered
         return (tuple(start.token_ids[cut:]),) if start.delivered else ()
     if start.delivered or len(start.choices) != n:
-        text = f"choices has {len(start.choices)} entries: one for each of n ({n}), and none beside delivered"
-        raise invalid("choices", text)
+        text = f"has {len(start.choices)} entries: one for each of n ({n}), and none beside delivered"
+        raise invalid_field("choices", text)
     if all(choice.finished for choice in start.choices):
         raise invalid("choices", "all choices have finished: nothing is left to do")
     if n > 1 and start.sampling.HasField("prompt_logprobs"):
@@ -234,6 +234,10 @@ def prompt_logprobs_from(messages: Sequence[common_pb2.PositionLogprobs]) -> tup
 def status_of(
     code: str, reason: str, message: str, field: str | None = None, retry_after_ms: int | None = None
 ) -> status_pb2.Status:
-    """A Status from code, reason and message of a core."""
-    error = BatonError(grpc.StatusCode[code], reason, message, field=field, retry_after_ms=retry_after_ms)
-    return to_status(error)
+    """A Status from code, reason and message of a core. message: follows the field's name if it begins with a
+    colon."""
+    named = message.startswith(":")
+    wait = retry_after_ms
+    return to_status(
+        BatonError(grpc.StatusCode[code], reason, message, field=field, named=named, retry_after_ms=wait)
+    )

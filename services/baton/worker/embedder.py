@@ -21,6 +21,7 @@ from baton.rpc.errors import (
     failed_precondition,
     internal,
     invalid,
+    invalid_field,
     unavailable,
     without_frames,
 )
@@ -138,16 +139,16 @@ def check(message: embed_pb2.EmbedPrompts, info: node_pb2.ModelInfo) -> None:
         raise invalid("prompts", f"1 to {MAX_PROMPTS} prompts a call, not {len(message.prompts)}")
     check_enums(message)
     if message.HasField("dimensions") and not 1 <= message.dimensions <= info.embedding_size:
-        text = f"dimensions must be in [1, {info.embedding_size}], not {message.dimensions}"
-        raise invalid("dimensions", text)
+        text = f"must be in [1, {info.embedding_size}], not {message.dimensions}"
+        raise invalid_field("dimensions", text)
     check_embeddings(len(message.prompts), message.dimensions or info.embedding_size, "prompts")
     for index, prompt in enumerate(message.prompts):
         field, size = f"prompts[{index}].token_ids", len(prompt.token_ids)
         if not size:
-            raise invalid(field, f"{field} is empty: a prompt has at least one token", "EMPTY_PROMPT")
+            raise invalid_field(field, "is empty: a prompt has at least one token", "EMPTY_PROMPT")
         if size > info.context_length:
-            text = f"{field} has {size} tokens; this node holds at most {info.context_length}"
-            raise invalid(field, text, "PROMPT_TOO_LONG")
+            text = f"has {size} tokens; this node holds at most {info.context_length}"
+            raise invalid_field(field, text, "PROMPT_TOO_LONG")
         check_token_ids(prompt.token_ids, info.vocab_size, field)
 
 

@@ -177,8 +177,7 @@ class DecodeCore:
         if isinstance(outcome, GrammarBusy):
             self._fail(state, "RESOURCE_EXHAUSTED", "GRAMMARS_BUSY", f"the grammar: {outcome}", retry=1.0)
         elif isinstance(outcome, GrammarError):
-            field = "sampling.grammar"
-            self._fail(state, "INVALID_ARGUMENT", "INVALID_GRAMMAR", f"{field}: {outcome}", field)
+            self._fail(state, "INVALID_ARGUMENT", "INVALID_GRAMMAR", f": {outcome}", "sampling.grammar")
         else:
             request.grammar = outcome
 

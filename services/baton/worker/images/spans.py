@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.engine.image_spans import ImageSource, ImageSpan
 from baton.kvcache.page_keys import DIGEST_BYTES, is_placeholder
-from baton.rpc.errors import failed_precondition, invalid
+from baton.rpc.errors import failed_precondition, invalid, invalid_field
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 
 MAX_IMAGES = 256
@@ -21,9 +21,9 @@ def check_images(start: _Start, info: node_pb2.ModelInfo) -> None:
         return
     check_spans(start.images, len(start.token_ids) - start.delivered, info)
     if not start.pictures:
-        raise invalid("pictures", "pictures is empty: it names who has the images' pixels, as host:port")
+        raise invalid_field("pictures", "is empty: it names who has the images' pixels, as host:port")
     if len(start.encoders) > MAX_ENCODERS:
-        raise invalid("encoders", f"encoders has {len(start.encoders)} entries; at most {MAX_ENCODERS}")
+        raise invalid_field("encoders", f"has {len(start.encoders)} entries; at most {MAX_ENCODERS}")
     if start.sampling.HasField("prompt_logprobs"):
         text = "prompt_logprobs is not for prompts with images: placeholders are not predicted"
         raise invalid("sampling.prompt_logprobs", text)
@@ -38,18 +38,18 @@ def check_spans(
         text = "this node computes no images: its model sees none, or it does not run on one CPU rank"
         raise failed_precondition(text, "NO_IMAGES")
     if len(images) > MAX_IMAGES:
-        raise invalid("images", f"images has {len(images)} entries; at most {MAX_IMAGES} are allowed")
+        raise invalid_field("images", f"has {len(images)} entries; at most {MAX_IMAGES} are allowed")
     end = 0
     for index, image in enumerate(images):
         field = f"images[{index}]"
         if len(image.digest) != DIGEST_BYTES:
-            text = f"{field}.digest has {len(image.digest)} bytes; a digest has {DIGEST_BYTES}"
-            raise invalid(f"{field}.digest", text)
+            text = f"has {len(image.digest)} bytes; a digest has {DIGEST_BYTES}"
+            raise invalid_field(f"{field}.digest", text)
         if not (image.rows and image.columns):
             raise invalid(f"{field}.rows", f"{field} has no placeholders: rows and columns are at least 1")
         if image.start < end:
-            text = f"{field}.start is {image.start}, inside of the image before it or in the wrong order"
-            raise invalid(f"{field}.start", text)
+            text = f"is {image.start}, inside of the image before it or in the wrong order"
+            raise invalid_field(f"{field}.start", text)
         end = image.start + image.rows * image.columns
         if (image.start if cut else end - 1) >= tokens:
             raise invalid(f"{field}.start", f"{field} ends behind the prompt's {tokens} tokens")
