@@ -13,6 +13,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
@@ -69,6 +71,7 @@ ARCHITECTURES: dict[str, tuple[type, type, bool]] = {
 """Name -> configuration, model, whether output and input embeddings are one."""
 MORE: dict[str, tuple[type, type, bool]] = {
     "deepseek-v2": (DeepseekV2Config, DeepseekV2ForCausalLM, False),
+    "deepseek-v3.2": (DeepseekV32Config, DeepseekV32ForCausalLM, False),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, False),
     "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, True),
 }
@@ -144,6 +147,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "mscale": 0.7,
             "mscale_all_dim": 0.9,
         },
+    },
+    "deepseek-v3.2": {
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_group": 4,
+        "topk_group": 2,
+        "index_topk": 16,
+        "index_n_heads": 16,
+        "index_head_dim": 24,
     },
     "gemma3": {
         "query_pre_attn_scalar": 16,

@@ -15,9 +15,11 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -74,6 +76,14 @@ _LATENT: dict[str, object] = {
     "n_group": 4,
     "topk_group": 2,
 }
+
+_INDEX: dict[str, object] = {
+    "q_lora_rank": 24,
+    "index_topk": 16,
+    "index_n_heads": 16,  # few give equal scores: 0
+    "index_head_dim": 24,
+}
+"""Of sparse attention."""
 
 Variant = tuple[type, dict[str, object]]
 """Class of the configuration, and what differs from _SMALL."""
@@ -194,6 +204,16 @@ VARIANTS: dict[str, Variant] = {
         },
     ),
     "deepseek-v3": (DeepseekV3Config, {**_LATENT, "q_lora_rank": 24}),
+    "deepseek-v3.2": (DeepseekV32Config, {**_LATENT, **_INDEX}),
+    "glm-5": (
+        GlmMoeDsaConfig,
+        {
+            **_LATENT,
+            **_INDEX,
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+    ),
     "gemma3": (
         Gemma3TextConfig,
         {

@@ -16,7 +16,7 @@ class TorchMlaAttention:
     """Rows of one token in the absorbed form, all together; chunks one by one, in the cheaper form."""
 
     name = "torch-mla"
-    features = frozenset({"scale", "latent", "states"})
+    features = frozenset({"scale", "latent", "states", "top_k"})
 
     @staticmethod
     def available(
@@ -37,6 +37,9 @@ class TorchMlaAttention:
         self._lengths = torch.empty(0)
         self._pages = self._offsets = torch.empty(0)
         """For each token, where its latent is written."""
+        self._hidden: dict[int, torch.Tensor] = {}
+        """By a row's first token: what its tokens do not attend to, by the last layer that has chosen. The
+        rows of one token have the entry -1."""
 
     def plan(self, rows: AttentionRows) -> None:
         self._plan(seen_rows(rows, self._group, self._pool.layout.page_size, None))
@@ -72,26 +75,47 @@ class TorchMlaAttention:
         out: torch.Tensor,
         rows: AttentionRows,
     ) -> None:
-        """`k` and `v`: the latents with rotated keys, [tokens, 1, rank + rotated]."""
+        """`k`: the latents with rotated keys, [tokens, 1, rank + rotated], of a sparse layer with index keys
+        behind them; `v` of a sparse layer: what `sparse_mla.Indexer` makes of queries, empty if the layer
+        before has chosen."""
         latents, _ = self._pool.layer(layer)
         latents[self._pages, self._offsets] = k
         options = self._options[layer]
         projections = options.latent
         assert projections is not None
+        width = q.shape[2] - projections.keys.shape[1] + projections.rank
         if self._single:
             gathered = latents[self._table].flatten(1, 3).view(self._single, -1, k.shape[-1])
             positions = torch.arange(gathered.shape[1], device=k.device)
-            beyond = positions >= self._lengths[:, None]
-            gathered = gathered.masked_fill(beyond[..., None], 0.0)  # unwritten memory may hold NaN
-            out[: self._single] = _absorbed(q[: self._single, None], gathered, beyond[:, None], options)
+            hidden = (positions >= self._lengths[:, None])[:, None]
+            gathered = gathered.masked_fill(hidden.transpose(1, 2), 0.0)  # unwritten memory may hold NaN
+            if options.top_k is not None:
+                index_keys = gathered[..., width:]
+                hidden = self._sparse(-1, v[: self._single, None], index_keys, hidden, options.top_k)
+            out[: self._single] = _absorbed(q[: self._single, None], gathered[..., :width], hidden, options)
         for tokens, end, pages in self._rows:
             own = latents[pages].flatten(0, 2)[:end]
             count = tokens.stop - tokens.start
+            hidden = torch.ones(1, count, end, dtype=torch.bool, device=k.device).triu(end - count + 1)
+            if options.top_k is not None:
+                index_keys = own[None, :, width:]
+                hidden = self._sparse(tokens.start, v[None, tokens], index_keys, hidden, options.top_k)
             if projections.cheaper_absorbed(count, end, q.shape[2]):
-                hidden = torch.ones(count, end, dtype=torch.bool, device=k.device).triu(end - count + 1)
-                out[tokens] = _absorbed(q[None, tokens], own[None], hidden[None], options)
+                out[tokens] = _absorbed(q[None, tokens], own[None, :, :width], hidden, options)
             else:
-                out[tokens] = _plain(q[tokens], own, options)
+                causal = count == end and (options.top_k is None or end <= options.top_k)
+                out[tokens] = _plain(q[tokens], own[:, :width], None if causal else hidden[0], options)
+
+    def _sparse(
+        self, row: int, index: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, top_k: int
+    ) -> torch.Tensor:
+        """`hidden`, with all that has not been chosen: by this layer, or where `index` is empty by the last
+        one that chose. row: a key of `_hidden`."""
+        if keys.shape[1] <= top_k:
+            return hidden
+        if index.shape[-1]:
+            self._hidden[row] = hidden | _not_chosen(index, keys.float(), hidden, top_k)
+        return self._hidden[row]
 
     def _tensor(self, values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, device=self._pool.device)
@@ -113,16 +137,30 @@ def _absorbed(
     return projections.project(attended.view(rows * tokens, heads, -1))
 
 
-def _plain(q: torch.Tensor, latents: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """q [tokens, heads, plain + rotated], latents [keys, rank + rotated], those of the tokens last ->
+def _not_chosen(index: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, top_k: int) -> torch.Tensor:
+    """index [rows, tokens, heads, dim + 1] float32: queries, each with its weight; keys [rows, keys, dim],
+    hidden bool [rows, tokens, keys] -> bool [rows, tokens, keys]: all but the `top_k` best, of equals the
+    earlier."""
+    scores = keys.new_zeros(hidden.shape)
+    for head in index.unbind(2):  # one by one: the scores of all heads would fill memory
+        scores += head[..., -1:] * (head[..., :-1] @ keys.transpose(1, 2)).relu_()
+    scores.masked_fill_(hidden, -torch.inf)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    return torch.ones_like(hidden).scatter_(-1, best, False)
+
+
+def _plain(
+    q: torch.Tensor, latents: torch.Tensor, hidden: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """q [tokens, heads, plain + rotated], latents [keys, rank + rotated], those of the tokens last, hidden
+    bool [tokens, keys], None: as many tokens as keys, and each sees all up to its own ->
     [tokens, heads, value]"""
     assert options.latent is not None
     keys, values = options.latent.expand(latents)
-    count, end, dim, width = len(q), len(keys), q.shape[2], values.shape[2]
+    dim, width = q.shape[2], values.shape[2]
     mask = None
-    if count < end:
-        mask = q.new_zeros(count, end)
-        mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(end - count + 1), -torch.inf)
+    if hidden is not None:
+        mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
     # Of one size, because torch's flash attention takes no others; without it scores would fill memory.
     values = F.pad(values, (0, max(0, dim - width)))
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))

@@ -40,11 +40,13 @@ class AttentionOptions:
     """What the pool holds are latents, of which keys and values are made."""
     kv_scales: torch.Tensor | None = None
     """float32 [2, kv heads]: the pool holds keys and values in FP8, divided by these."""
+    top_k: int | None = None
+    """A token attends to so many positions at most: `layers.sparse_mla`."""
 
     @property
     def features(self) -> frozenset[str]:
         """The options in use, by name."""
-        names = ("scale", "window", "chunk", "softcap", "sinks", "latent", "kv_scales")
+        names = ("scale", "window", "chunk", "softcap", "sinks", "latent", "kv_scales", "top_k")
         found = frozenset(name for name in names if getattr(self, name) is not None)
         # FlashAttention 3 has not been tried with both.
         return found | {"sinks and kv_scales"} if found >= {"sinks", "kv_scales"} else found

@@ -35,8 +35,22 @@ def attention(
     config: ModelConfig, parameters: Parameters, index: int, rope: Rope, *, interleaved: bool
 ) -> MlaAttention:
     """`interleaved`: the checkpoint's rotation pairs neighbours."""
+    shape = mla_shape(config)
+    return MlaAttention(
+        parameters,
+        index,
+        config.hidden_size,
+        shape,
+        rope,
+        attention_scale(config, shape),
+        bias=config.hf.attention_bias,
+        interleaved=interleaved,
+    )
+
+
+def mla_shape(config: ModelConfig) -> MlaShape:
     hf = config.hf
-    shape = MlaShape(
+    return MlaShape(
         heads=config.num_heads,
         query_rank=hf.q_lora_rank,
         rank=hf.kv_lora_rank,
@@ -44,19 +58,9 @@ def attention(
         rotated=hf.qk_rope_head_dim,
         value=hf.v_head_dim,
     )
-    return MlaAttention(
-        parameters,
-        index,
-        config.hidden_size,
-        shape,
-        rope,
-        _scale(config, shape),
-        bias=hf.attention_bias,
-        interleaved=interleaved,
-    )
 
 
-def _scale(config: ModelConfig, shape: MlaShape) -> float:
+def attention_scale(config: ModelConfig, shape: MlaShape) -> float:
     """YaRN's temperature is applied to the scores."""
     scale = (shape.plain + shape.rotated) ** -0.5
     rope = config.hf.rope_parameters
