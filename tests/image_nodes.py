@@ -103,6 +103,8 @@ class Cluster:
         self.decode: list[DecodeNode] = []
         self.encode: list[EncodeNode] = []
         self.encoders: list[str] = []
+        self.stops: dict[str, asyncio.Event] = {}
+        """Of encode nodes, by their addresses: they stop at once, whatever they are doing."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._numbers = 0
 
@@ -176,12 +178,14 @@ async def running(path, *, prefill=1, decode=1, encode=0, prefill_options=(), de
         ]
         cluster.decode += [DecodeNode(DecodeConfig(**made | dict(decode_options))) for _ in range(decode)]
         stop, tasks = asyncio.Event(), []
-        config = EncodeConfig(model=str(path), http_port=0, threads=1)
+        config = EncodeConfig(model=str(path), http_port=0, threads=1, drain_seconds=0.0)
         cluster.encode += [EncodeNode(config) for _ in range(encode)]
         for node in [*cluster.encode, *cluster.nodes]:
-            ready = asyncio.Event()
-            tasks.append(asyncio.create_task(run_node(node, node.config, ready=ready, stop=stop)))
+            ready, own = asyncio.Event(), asyncio.Event() if node in cluster.encode else stop
+            tasks.append(asyncio.create_task(run_node(node, node.config, ready=ready, stop=own)))
             await asyncio.wait_for(ready.wait(), 60)
+            if node in cluster.encode:
+                cluster.stops[node.address] = own
         cluster.encoders = [node.address for node in cluster.encode]
         try:
             yield cluster
@@ -189,6 +193,7 @@ async def running(path, *, prefill=1, decode=1, encode=0, prefill_options=(), de
                 await asyncio.to_thread(node.check_idle)
         finally:
             await cluster.close()
-            stop.set()
+            for each in (stop, *cluster.stops.values()):
+                each.set()
             for task in tasks:
                 assert await asyncio.wait_for(task, 20) == 0

@@ -14,7 +14,14 @@ from deployment import Deployment
 from PIL import Image
 from transformers import AutoTokenizer
 
-from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc, tokenizer_pb2
+from baton.v1 import (
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    tokenizer_pb2,
+    trace_pb2,
+    trace_pb2_grpc,
+)
 from vision_models import IMAGE_TOKEN, TOKENIZER_VOCAB, processor, save_qwen3_vl, save_tokenizer
 
 OUTPUT, IMAGE_OUTPUT = 12, 64
@@ -149,6 +156,15 @@ async def test_images_through_all_processes_are_those_of_transformers(pair, conv
                 assert finished.usage.image_tokens
             if not number:
                 assert all(finished.stats.prefill_address for _, finished in answers)
+            if not number:
+                traces = trace_pb2_grpc.TracesStub(channel)
+                found = await traces.GetTraces(trace_pb2.GetTracesRequest(limit=3), timeout=10)
+                assert not found.missing
+                for trace in found.traces:
+                    waits = {(phase.name, phase.role, phase.address) for phase in trace.phases}
+                    assert ("encode", "encode", encoder.address) in waits
+                    assert ("pull images", "prefill", pair.prefill.address) in waits
+                    assert [each.role for each in trace.work if each.name == "encode"]
         tokens, _ = await answer(stub, conversations[0][0], n=3)
         assert tokens == dict.fromkeys(range(3), conversations[0][2])
     assert encoder.load().encoded_images == 11 and encoder.info().model.images

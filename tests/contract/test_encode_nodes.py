@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import numpy as np
 import pytest
+from gateway_rig import until
 
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
+from baton.tracing.recorder import EventKind
 from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc
 from image_nodes import running
 from vision_models import save_qwen3_vl
 
 EIGHT = (3, (8, 8), 1, (24, 40), 1, (40, 16), 2, (8, 32), 1, (16, 8), 1, (8, 8), 1, (32, 8), 1, (16, 16), 6)
+KINDS = (EventKind.RECEIVED, EventKind.ENCODE_BEGUN, EventKind.ENCODE_ENDED)
 LOCAL = {"local_prefill_tokens": 1000}
 
 
@@ -27,13 +33,13 @@ async def test_tokens_are_those_of_transformers_and_images_are_divided(saved):
         prompts = [cluster.prompt(*EIGHT, seed=1), cluster.prompt(5, (24, 40), 7, seed=2)]
         wanted = [[prompt.greedy(model, 64)] for prompt in prompts]
         assert await cluster.ask(cluster.decode[0], *prompts, count=64) == wanted
-        counts = [node.batches.images for node in cluster.encode]
+        counts = [node.batches.counters.images for node in cluster.encode]
         assert min(counts) > 0 and sum(counts) == len(set(cluster.pictures.fetched)) == 9
-        assert not any(node.engine.images.encoded for node in cluster.nodes)
+        assert not any(node.engine.images.counters.images for node in cluster.nodes)
         # Known to the prefill node, then to the encode nodes: nothing is encoded again.
         for node, fields in ((cluster.decode[0], {"namespace": "a"}), (cluster.decode[0], LOCAL)):
             assert await cluster.ask(node, *prompts, count=64, **fields) == wanted
-        assert [node.batches.images for node in cluster.encode] == counts
+        assert [node.batches.counters.images for node in cluster.encode] == counts
         assert len(cluster.pictures.fetched) == 9
 
 
@@ -46,7 +52,89 @@ async def test_images_of_all_who_ask_share_batches(saved):
         prompts = [cluster.prompt(length, same, 4, (8, 16), 3, seed=length) for length in range(2, 8)]
         wanted = [[prompt.greedy(model, 4)] for prompt in prompts]
         assert await cluster.ask(node, *prompts, count=4) == wanted
-        assert encoder.batches.images == 7 and encoder.batches.batches < 7
+        assert encoder.batches.counters.images == 7 and encoder.batches.counters.batches < 7
+
+
+async def test_recorders_show_images_of_a_request_at_two_nodes(saved):
+    path, model = saved
+    async with running(path, encode=2) as cluster:
+        prompt = cluster.prompt(*EIGHT, seed=21)
+        assert await cluster.ask(cluster.decode[0], prompt, count=4) == [[prompt.greedy(model, 4)]]
+        (asked,) = cluster.prefill[0].recorder.requests()
+        tokens = [image.rows * image.columns for image in prompt.images]
+        encoded = []
+        for node in cluster.encode:
+            events = node.recorder.of([asked])
+            images = [event.step for event in events if event.kind is EventKind.RECEIVED]
+            assert images and len(set(images)) == len(images)
+            for image in images:
+                kinds = [event.kind for event in events if event.step == image]
+                assert kinds == [*KINDS, EventKind.ENDED] and events[-1].text == "finished"
+            encoded += [event.number for event in events if event.kind is EventKind.ENCODE_ENDED]
+            sent = [
+                event
+                for event in cluster.prefill[0].recorder.of([asked])
+                if (event.kind, event.text) == (EventKind.ENCODE_ASKED, node.address)
+            ]
+            assert len(sent) == len(images)
+        assert sorted(encoded) == sorted(tokens)
+        kinds = [event.kind for event in cluster.prefill[0].recorder.of([asked])]
+        begun, ended = kinds.index(EventKind.IMAGES_BEGUN), kinds.index(EventKind.IMAGES_ENDED)
+        assert begun < kinds.index(EventKind.ENCODE_ASKED) < ended < kinds.index(EventKind.ADMITTED)
+
+
+class Held:
+    """Lets an encode node's batches begin, and end once `go` is set."""
+
+    def __init__(self, node):
+        self.node, self.go, self.batches = node, threading.Event(), []
+        self._compute, node.batches._compute = node.batches._compute, self.compute
+
+    def compute(self, batch):
+        self.batches.append(len(batch))
+        assert self.go.wait(30)
+        return self._compute(batch)
+
+
+async def test_ten_requests_of_one_image_each_share_a_batch(saved):
+    path, model = saved
+    async with running(path, encode=1, prefill=0) as cluster:
+        (encoder,), (node,) = cluster.encode, cluster.decode
+        held = Held(encoder)
+        first = cluster.prompt(2, (8, 8), 2, seed=30)
+        prompts = [cluster.prompt(length, (8, 16), 3, seed=30 + length) for length in range(2, 12)]
+        wanted = [[prompt.greedy(model, 3)] for prompt in (first, *prompts)]
+        before = asyncio.create_task(cluster.ask(node, first, count=3))
+        await until(lambda: held.batches)
+        rest = asyncio.create_task(cluster.ask(node, *prompts, count=3))
+        await until(lambda: encoder.load().waiting == 10 and len(encoder.batches._waiting) == 10)
+        load = encoder.load()
+        assert (load.running, load.queued_tokens) == (1, 21)
+        held.go.set()
+        assert await before + await rest == wanted
+        assert held.batches == [1, 10]
+        load = encoder.load()
+        assert (load.encoded_images, load.encoded_tokens, load.encode_batches) == (11, 21, 2)
+        assert load.encode_us and not (load.waiting or load.running or load.queued_tokens or load.requests)
+        sizes = [each.size for each in encoder.recorder.all() if each.kind is EventKind.ENCODE_BEGUN]
+        assert sizes == [1] + [10] * 10
+
+
+async def test_a_node_is_killed_in_the_middle_of_a_batch(saved):
+    path, model = saved
+    async with running(path, encode=2) as cluster:
+        prompt = cluster.prompt(*EIGHT, seed=41)
+        held = [Held(node) for node in cluster.encode]
+        held[1].go.set()
+        answer = asyncio.create_task(cluster.ask(cluster.decode[0], prompt, count=6))
+        await until(lambda: held[0].batches)
+        cluster.stops[cluster.encoders[0]].set()
+        assert await answer == [[prompt.greedy(model, 6)]]
+        held[0].go.set()
+        assert cluster.encode[1].batches.counters.images == 8
+        assert not any(node.engine.images.counters.images for node in cluster.nodes)
+        ends = [each.text for each in cluster.encode[0].recorder.all() if each.kind is EventKind.ENDED]
+        assert ends and set(ends) == {"cancelled"}
 
 
 async def test_a_node_that_is_lost_is_replaced_by_another_or_by_the_worker_itself(saved):
@@ -57,7 +145,7 @@ async def test_a_node_that_is_lost_is_replaced_by_another_or_by_the_worker_itsel
         many = cluster.prompt(*EIGHT, seed=11)
         wanted = [[many.greedy(model, 6)]]
         assert await cluster.ask(node, many, count=6, encoders=[dead, first]) == wanted
-        assert cluster.encode[0].batches.images == 8 and not node.engine.images.encoded
+        assert cluster.encode[0].batches.counters.images == 8 and not node.engine.images.counters.images
 
         def broken(pixels):
             raise RuntimeError("planted")
@@ -65,11 +153,11 @@ async def test_a_node_that_is_lost_is_replaced_by_another_or_by_the_worker_itsel
         cluster.encode[1].batches._compute = broken
         other = cluster.prompt(*EIGHT, seed=12)
         answer = await cluster.ask(node, other, count=6, encoders=[second])
-        assert answer == [[other.greedy(model, 6)]] and node.engine.images.encoded == 8
+        assert answer == [[other.greedy(model, 6)]] and node.engine.images.counters.images == 8
         cluster.encode[0]._tower = "another"
         third = cluster.prompt(*EIGHT, seed=13)
         answer = await cluster.ask(node, third, count=6, encoders=[first])
-        assert answer == [[third.greedy(model, 6)]] and node.engine.images.encoded == 16
+        assert answer == [[third.greedy(model, 6)]] and node.engine.images.counters.images == 16
 
 
 async def test_nodes_are_not_blamed_for_a_picture_that_is_gone(saved):
@@ -81,7 +169,10 @@ async def test_nodes_are_not_blamed_for_a_picture_that_is_gone(saved):
         (refused,) = await cluster.ask(node, gone, count=2)
         assert refused.reason == "PICTURE_GONE"
         await cluster.ask(node, cluster.prompt(3, (8, 8), 1, (16, 16), 4, seed=61), count=2)
-        assert sum(each.batches.images for each in cluster.encode) == 2 and not node.engine.images.encoded
+        assert (
+            sum(each.batches.counters.images for each in cluster.encode) == 2
+            and not node.engine.images.counters.images
+        )
 
 
 async def test_what_cannot_be_is_refused_by_one_line(saved):

@@ -50,11 +50,11 @@ async def test_tokens_are_those_of_transformers_by_every_route(saved, transport)
         assert cluster.stats.pulled_pages and cluster.stats.transport == transport
         fetched = len(cluster.pictures.fetched)
         assert fetched == len(set(cluster.pictures.fetched))
-        assert not first.engine.images.encoded and first._images.contents.used == 0
+        assert not first.engine.images.counters.images and first._images.contents.used == 0
         again = await cluster.ask(first, *prompts, count=OUTPUT)
         assert again == split and len(cluster.pictures.fetched) == fetched  # cached
         local = await cluster.ask(second, *prompts, count=OUTPUT, **LOCAL)
-        assert local == split and second.engine.images.encoded == len(set(cluster.pictures.fetched))
+        assert local == split and second.engine.images.counters.images == len(set(cluster.pictures.fetched))
         forked = await cluster.ask(first, prompts[0], prompts[4], count=20, n=3)
         assert forked == [[wanted[0][:20]] * 3, [wanted[4][:20]] * 3]
         gc.collect()
@@ -104,7 +104,7 @@ async def test_images_are_fetched_again_for_requests_that_lost_their_pages(saved
         assert await cluster.ask(node, *prompts, count=50) == wanted
         assert node.core_or_none.scheduler.retractions
         assert len(cluster.pictures.fetched) > len(prompts)
-        assert node.engine.images.encoded > len(prompts)
+        assert node.engine.images.counters.images > len(prompts)
 
 
 async def test_one_fetch_serves_all_who_ask_at_a_time(saved):
@@ -120,7 +120,7 @@ async def test_one_fetch_serves_all_who_ask_at_a_time(saved):
         assert await cluster.ask(node, text, count=6) == [[text.greedy(model, 6)]]
         assert not late.done()  # nobody waits for other people's images
         assert await late == [[prompt.greedy(model, 6)] for prompt in prompts]
-        assert len(cluster.pictures.fetched) == node.engine.images.encoded == 1
+        assert len(cluster.pictures.fetched) == node.engine.images.counters.images == 1
 
 
 async def test_there_is_room_for_some_pixels_at_a_time(saved):

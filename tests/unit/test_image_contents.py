@@ -11,18 +11,21 @@ import torch
 
 from baton.engine.image_spans import ImageSource, ImageSpan
 from baton.engine.images import EmbeddingCache
+from baton.handoff.messages import AttemptName
 from baton.rpc.errors import BatonError
 from baton.worker.images.contents import ImageContents
+from baton.worker.images.encoder_client import Asker
 
 VALUES = 64
 TOWER = SimpleNamespace(patch=2, merge=2, values=VALUES, dtype=torch.float32)
 SIZE = 16 * 4 * VALUES
 """Bytes of an image's embeddings."""
 SOURCE = ImageSource("a:1", ("b:1",))
+ASKER = Asker(AttemptName(1, 1, 0, 0))
 
 
 class Encoders:
-    async def fetch(self, image, source):
+    async def fetch(self, image, source, asker):
         await asyncio.sleep(0.01)
         return torch.zeros(1, image.rows * image.columns, VALUES)
 
@@ -40,9 +43,11 @@ def contents(images: int) -> ImageContents:
 async def test_who_waits_for_room_holds_none():
     """Two requests know images of each other, and want one more each."""
     here = contents(4)
-    first = await here.of([image(0), image(1), image(2)], SOURCE, 5.0)
+    first = await here.of([image(0), image(1), image(2)], SOURCE, 5.0, ASKER)
     waiting = [
-        asyncio.create_task(here.of([image(0), image(1), image(3 + more), image(5 + more)], SOURCE, 5.0))
+        asyncio.create_task(
+            here.of([image(0), image(1), image(3 + more), image(5 + more)], SOURCE, 5.0, ASKER)
+        )
         for more in range(2)
     ]
     await asyncio.sleep(0.05)
@@ -60,13 +65,13 @@ async def test_who_waits_for_room_holds_none():
 async def test_room_is_kept_for_what_encode_nodes_make():
     here = contents(4)
     with pytest.raises(BatonError, match="this node takes"):
-        await here.of([image(number) for number in range(5)], SOURCE, 5.0)
-    assert len(await here.of([image(number) for number in range(4)], SOURCE, 5.0)) == 4
+        await here.of([image(number) for number in range(5)], SOURCE, 5.0, ASKER)
+    assert len(await here.of([image(number) for number in range(4)], SOURCE, 5.0, ASKER)) == 4
 
 
 async def test_what_is_kept_for_later_makes_room():
     here = contents(3)
     for number in range(6):
-        found = await here.of([image(number)], SOURCE, 5.0)
+        found = await here.of([image(number)], SOURCE, 5.0, ASKER)
         del found
-    assert len(await here.of([image(number) for number in range(6, 9)], SOURCE, 5.0)) == 3
+    assert len(await here.of([image(number) for number in range(6, 9)], SOURCE, 5.0, ASKER)) == 3

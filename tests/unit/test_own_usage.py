@@ -36,3 +36,15 @@ def test_tiers_where_cached_tokens_were_elsewhere_than_in_the_pool():
         add_own(total, each.usage)
     assert own_figures(total) == {"cached_tokens": {"gpu": 5, "host": 6, "disk": 2, "peer": 4}}
     assert "baton" not in usage_of(finished(cached_tokens=8))
+
+
+def test_image_tokens_where_there_were_images():
+    seen = finished(image_tokens=6)
+    assert usage_of(seen)["baton"] == {"image_tokens": 6}
+    answer = MessagesAnswer(SimpleNamespace(prompt_tokens=9, name="a"), "model")
+    answer.end(seen)
+    assert answer.whole()["usage"]["baton"] == {"image_tokens": 6}
+    total = inference_pb2.Usage()
+    for each in (seen, seen, finished()):
+        add_own(total, each.usage)
+    assert own_figures(total) == {"image_tokens": 12}

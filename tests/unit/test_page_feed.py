@@ -62,6 +62,9 @@ def test_tokens_of_rows_with_drafts():
     process.load = node_pb2.Load(accepted_drafts=30, drafter="suffix", drafted_places=[20, 5])
     found = process_json(process)
     assert (found["tokens_a_row"], found["drafter"]) == (2.5, "suffix")
+    process.load = node_pb2.Load(encoded_images=7, encode_batches=2)
+    found = process_json(process)
+    assert (found["encoded_images"], found["images_a_batch"]) == (7, 3.5)
     process.load = node_pb2.Load(drafter="suffix", drafted_places=[0, 0])
     assert "tokens_a_row" not in process_json(process)
 

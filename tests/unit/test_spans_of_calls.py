@@ -57,3 +57,19 @@ def test_requests_have_no_spans_while_those_before_wait_for_theirs(monkeypatch):
     assert [ask(number) for number in range(1, 7)] == [True] * 4 + [False] * 2
     go_on.set()
     spans.close()
+
+
+def test_an_encode_node_has_a_span_for_each_image_of_a_request():
+    exporter = InMemorySpanExporter()
+    recorder = Recorder(0)
+    recorder.spans = Spans("encode", "", 1.0, exporter)
+    for image in (1, 2):
+        recorder.begin_span(7, 1, image, operation="encode", traceparent=PARENT)
+        recorder.add(EventKind.RECEIVED, 7, 1, step=image)
+    for kind in (EventKind.ENCODE_BEGUN, EventKind.ENCODE_ENDED, EventKind.ENDED):
+        for image in (2, 1):
+            recorder.add(kind, 7, 1, step=image, text="finished")
+    recorder.spans.close()
+    assert not recorder.spans._open
+    found = sorted(span.name for span in exporter.get_finished_spans())
+    assert found == sorted(2 * ["encode", "queue", "encode", "lease"])

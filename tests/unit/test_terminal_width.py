@@ -35,6 +35,7 @@ def reports():
         make("tokenizer", 50051, host="[fd00::5]"),
         make("prefill", 50061, waiting=12, prefilling=4, leases=7, oldest_lease_ms=1234, pages=pages),
         make("decode", 50071, handing_off=3, running=64, pulls=2, pages=pages),
+        make("encode", 50081, waiting=2, running=3, encoded_images=7, encode_batches=2),
         NodeReport("decode", "[fd00::7]:50071", error="refused"),
     ]
 
@@ -51,6 +52,7 @@ def test_status(terminal, width):
     text = "\n".join(lines)
     for word in (*WORDS, "10.10.10.10:50061", "Qwen/Qwen3-0.6B", "12 waiting, 4 prefilling", "64 running"):
         assert word in text, f"{word} is broken:\n{text}"
+    assert "2 waiting, 3 encoding, 7 images so far, 3.5 a batch" in " ".join(text.split())
     assert "…" not in text
     if terminal:
         assert max(map(cell_len, lines)) <= width, text

@@ -6,7 +6,8 @@ import pytest
 
 from baton.rpc.trace_messages import event_to, events_from
 from baton.tracing.recorder import MAX_TEXT, Event, EventKind, Recorder
-from baton.tracing.timeline import Recorded, TimelineProcess, parse_id, timeline
+from baton.tracing.timeline import timeline
+from baton.tracing.timeline_parts import Recorded, TimelineProcess, parse_id
 
 DECODE, PREFILL = TimelineProcess("decode", "d:1"), TimelineProcess("prefill", "p:1")
 GATEWAY_EVENTS = [
@@ -140,6 +141,58 @@ def test_pages_from_lower_tiers_are_phases_where_the_prompt_is_computed():
     ]
     local = timeline(events(GATEWAY_EVENTS), [Recorded(DECODE, events(own))], 20.0)
     assert ("promote", "decode", 0.6, 0.9) in phases(local)
+
+
+ENCODE = [TimelineProcess("encode", address) for address in ("e:1", "e:2")]
+
+
+def test_images_are_encoded_and_pulled_before_their_prompt_is_computed():
+    images = [
+        (10.82, EventKind.IMAGES_BEGUN, {"number": 3}),
+        *((10.83, EventKind.ENCODE_ASKED, {"number": 9, "text": node}) for node in ("e:1", "e:1", "e:2")),
+        (11.1, EventKind.IMAGES_ENDED, {"number": 3}),
+    ]
+    at_nodes = [
+        [
+            (10.84, EventKind.RECEIVED, {"step": 4}),
+            (10.85, EventKind.RECEIVED, {"step": 5}),
+            (10.86, EventKind.ENCODE_ENDED, {"step": 5, "number": 9}),
+            (10.87, EventKind.ENDED, {"step": 5, "text": "finished"}),
+            (10.88, EventKind.ENCODE_BEGUN, {"step": 4, "number": 9, "size": 7}),
+            (10.98, EventKind.ENCODE_ENDED, {"step": 4, "number": 9}),
+            (11.05, EventKind.ENDED, {"step": 4, "text": "finished"}),
+        ],
+        [(10.9, EventKind.RECEIVED, {"step": 1}), (11.0, EventKind.ENDED, {"step": 1, "text": "INTERNAL"})],
+    ]
+    prefill = [PREFILL_EVENTS[0], *images, *PREFILL_EVENTS[1:]]
+    others = [Recorded(DECODE, events(DECODE_EVENTS)), Recorded(PREFILL, events(prefill))]
+    others += [Recorded(node, events(rows)) for node, rows in zip(ENCODE, at_nodes, strict=True)]
+    found = timeline(events(GATEWAY_EVENTS), others, 20.0)
+    waits = [
+        ("pull images", "prefill", 0.82, 0.84),
+        ("encode", "encode", 0.84, 1.0),
+        ("pull images", "prefill", 1.0, 1.1),
+        ("queue", "prefill", 1.1, 1.2),
+    ]
+    assert [each for each in phases(found) if 0.81 < each[2] < 1.2] == waits
+    work = [(w.name, w.process.role, w.detail, round(w.end, 6)) for w in found.work if "c" in w.process.role]
+    assert ("encode", "encode", "9 tokens, in a batch of 7", 0.98) in work
+    assert ("pull images", "prefill", "3 images", 1.1) in [
+        (w.name, w.process.role, w.detail, round(w.end, 6)) for w in found.work
+    ]
+    # A decode node that computes the prompt waits alike, and knows nothing of nodes that have gone.
+    own = [
+        (10.5, EventKind.RECEIVED, {}),
+        *images,
+        (11.1, EventKind.ADMITTED, {}),
+        (11.2, EventKind.CHUNK_BEGUN, {"step": 1}),
+        (11.6, EventKind.CHUNK_ENDED, {"step": 1, "number": 300_000}),
+        (11.9, EventKind.FIRST_TOKEN, {}),
+    ]
+    local = timeline(events(GATEWAY_EVENTS), [Recorded(DECODE, events(own))], 20.0)
+    assert ("pull images", "decode", 0.82, 1.1) in phases(local)
+    steps = [("encode", "decode", 1.2, 1.5), ("prefill", "decode", 1.5, 1.6)]
+    assert [each for each in phases(local) if 1.2 <= each[2] < 1.6] == steps
 
 
 def test_while_it_runs_the_last_phase_lasts():

@@ -1,4 +1,5 @@
-"""What an answer's usage tells beside the fields that the APIs know: drafts, and where cached tokens were."""
+"""What an answer's usage tells beside the fields that the APIs know: images, drafts, and where cached tokens
+were."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from baton.v1 import inference_pb2
 
 
 def own_usage(usage: inference_pb2.Usage) -> dict[str, Any]:
-    """`baton`, where there were drafts or cached tokens that were not in the KV pool."""
+    """`baton`, where there were images, drafts or cached tokens that were not in the KV pool."""
     own = own_figures(usage)
     return {"baton": own} if own else {}
 
 
 def own_figures(usage: inference_pb2.Usage) -> dict[str, Any]:
-    """`cached_tokens` adds up to the APIs' field of this name."""
+    """`cached_tokens` adds up to the APIs' field of this name; `image_tokens` are some of the prompt's."""
     own: dict[str, Any] = {}
+    if usage.image_tokens:
+        own["image_tokens"] = usage.image_tokens
     if usage.drafted_tokens:
         own |= {"drafted_tokens": usage.drafted_tokens, "accepted_drafts": usage.accepted_drafts}
     if usage.HasField("cached_tiers"):
@@ -27,6 +30,7 @@ def own_figures(usage: inference_pb2.Usage) -> dict[str, Any]:
 
 def add_own(total: inference_pb2.Usage, usage: inference_pb2.Usage) -> None:
     """Adds to `total` what `own_figures` tells of."""
+    total.image_tokens += usage.image_tokens
     total.cached_tokens += usage.cached_tokens
     total.drafted_tokens += usage.drafted_tokens
     total.accepted_drafts += usage.accepted_drafts

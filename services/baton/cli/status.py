@@ -73,7 +73,8 @@ def _load(report: NodeReport) -> str:
         "waiting": load.waiting,
         "prefilling": load.prefilling,
         "handing off": load.handing_off,
-        "running": load.running,
+        "running": load.running if report.role != "encode" else 0,
+        "encoding": load.running if report.role == "encode" else 0,
         "paused": load.paused,
         "pulls": load.pulls,
     }
@@ -81,6 +82,9 @@ def _load(report: NodeReport) -> str:
     if load.drafter and sum(load.drafted_places[:1]):
         length = 1 + load.accepted_drafts / load.drafted_places[0]
         words.append(f"{length:.2f} tokens a row with drafts ({load.drafter})")
+    if load.encoded_images:
+        size = load.encoded_images / load.encode_batches
+        words.append(f"{load.encoded_images} images so far, {size:.1f} a batch")
     if not words:
         words = [f"{load.requests} requests"] if load.requests else ["idle"]
     return ", ".join(["draining", *words] if load.draining else words)
@@ -95,7 +99,8 @@ def _leases(report: NodeReport) -> str:
 def _peers(report: NodeReport) -> str:
     """How many peers of the process are connected, as text."""
     info = report.info
-    peers = [peer for peer in info.peers if peer.role != info.role] if info is not None else []
+    others = ("encode", info.role) if info is not None else ()  # workers connect to encode nodes
+    peers = [peer for peer in info.peers if peer.role not in others] if info is not None else []
     return f"{sum(peer.connected for peer in peers)} of {len(peers)}" if peers else ""
 
 

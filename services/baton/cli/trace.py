@@ -32,6 +32,8 @@ COLOURS = {
     "queue": "yellow",
     "prefill": "blue",
     "chunk": "blue",
+    "pull images": "magenta",
+    "encode": "bright_blue",
     "hand-off": "magenta",
     "deliver": "bright_black",
     "pull": "magenta",

@@ -43,8 +43,12 @@ class ImageSpan:
     """Needed while tokens of the image are computed; None: it is not here."""
 
     @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
     def end(self) -> int:
-        return self.start + self.rows * self.columns
+        return self.start + self.tokens
 
 
 def with_placeholders(tokens: Sequence[int], images: Sequence[ImageSpan]) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from baton.engine.image_spans import ImageContent, ImageSpan, with_contents, without_contents
-from baton.engine.request import EngineRequest, SequencePhase
+from baton.engine.request import EngineRequest, RecordEvent, SequencePhase
+from baton.tracing.recorder import EventKind
 
 WantImages = Callable[[EngineRequest, tuple[ImageSpan, ...]], None]
 """Gets a request that is to be computed here, and its images whose contents it lacks. It waits, and may be
@@ -17,8 +18,8 @@ def want_none(request: EngineRequest, images: tuple[ImageSpan, ...]) -> None:
 
 
 class ImageWaits:
-    def __init__(self, want: WantImages) -> None:
-        self._want = want
+    def __init__(self, want: WantImages, record: RecordEvent) -> None:
+        self._want, self._record = want, record
 
     def over(self, request: EngineRequest, start: int) -> bool:
         """Whether contents of all images are here that have tokens from `start` on; else they are asked
@@ -26,6 +27,7 @@ class ImageWaits:
         missing = tuple(each for each in request.images if each.end > start and each.content is None)
         if missing:
             request.awaits_images = True
+            self._record(request, EventKind.IMAGES_BEGUN, len(missing), 0)
             self._want(request, missing)
         return not missing
 
@@ -33,6 +35,7 @@ class ImageWaits:
         """What was asked for, by digest."""
         request.awaits_images = False
         request.images = with_contents(request.images, contents)
+        self._record(request, EventKind.IMAGES_ENDED, len(contents), 0)
 
 
 def forget_images(request: EngineRequest) -> None:

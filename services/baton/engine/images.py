@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,13 +52,37 @@ class EmbeddingCache:
                 self.bytes -= self._known.popitem(last=False)[1].nbytes
 
 
+@dataclass(slots=True)
+class EncodeCounters:
+    """What a tower has done so far, as in node_pb2.Load."""
+
+    images: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    batches: int = 0
+    hits: int = 0
+    """Images whose embeddings were still known; on encode nodes."""
+
+
+def encode(
+    tower: VisionTower, images: Iterable[torch.Tensor], counters: EncodeCounters
+) -> list[torch.Tensor]:
+    """As VisionTower.encode, one batch, which is counted."""
+    begun = time.perf_counter()
+    found = [rows.contiguous() for rows in tower.encode(list(images))]
+    counters.seconds += time.perf_counter() - begun
+    counters.images += len(found)
+    counters.tokens += sum(rows.shape[1] for rows in found)
+    counters.batches += 1
+    return found
+
+
 class ImageEncoder:
     """Encodes the images of a step that are not known from an earlier one. For one thread."""
 
     def __init__(self, tower: VisionTower, room: int = CACHED_BYTES) -> None:
         self.tower, self.cache = tower, EmbeddingCache(room)
-        self.encoded = 0
-        """Images."""
+        self.counters = EncodeCounters()
 
     def lanes(self, host: HostBatch, device: torch.device) -> tuple[torch.Tensor, InputEmbeddings | None]:
         """`Batch.axes` and `Batch.embeddings` of a step some of whose rows have images."""
@@ -80,6 +106,8 @@ class ImageEncoder:
         missing: dict[bytes, torch.Tensor] = {}
         for image in images:
             rows = image.content if isinstance(image.content, torch.Tensor) else self.cache.get(image.digest)
+            if image.digest in found or image.digest in missing:
+                continue
             if rows is not None:
                 found[image.digest] = rows
             elif isinstance(image.content, np.ndarray):
@@ -87,9 +115,9 @@ class ImageEncoder:
             else:
                 raise ValueError("an image is to be computed that is not here")
         if missing:
-            encoded = self.tower.encode(list(missing.values()))
-            self.encoded += len(missing)
-            for digest, rows in zip(missing, encoded, strict=True):
-                found[digest] = rows.contiguous()
-                self.cache.add(digest, found[digest])
+            for digest, rows in zip(
+                missing, encode(self.tower, missing.values(), self.counters), strict=True
+            ):
+                found[digest] = rows
+                self.cache.add(digest, rows)
         return found

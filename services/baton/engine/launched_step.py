@@ -86,6 +86,8 @@ class LaunchedStep:
     """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     """RowResult.hidden of every row, by its place in the plan; of drafts as if all were right."""
+    encode_seconds: float = 0.0
+    """StepResult.encode_seconds."""
     masks: Masks | None = None
     """Masks of its rows with a grammar, whose matchers learn their tokens when it is read."""
     late: PendingSampling | None = None

@@ -157,6 +157,7 @@ class ModelRunner:
             if init.last_token is not None:
                 fresh[init.slot] = init.last_token
         launched = LaunchedStep(plan.number, plan.rows)
+        before = self.images.counters.seconds if self.images is not None else 0.0
         if self._device.type == "cuda":
             launched.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         if plan.rows:
@@ -170,6 +171,8 @@ class ModelRunner:
                 self._slots.forget(plan.rows)
                 raise
         self._sampling.launched(launched)
+        if self.images is not None:
+            launched.encode_seconds = self.images.counters.seconds - before
         return launched
 
     @torch.inference_mode()
@@ -196,7 +199,7 @@ class ModelRunner:
         for i, hidden in launched.hidden.items():
             row, result = launched.rows[i], rows[i]
             result.hidden = hidden[: len(result.tokens)] if row.tokens is None else hidden
-        return StepResult(launched.number, rows)
+        return StepResult(launched.number, rows, launched.encode_seconds)
 
     @torch.inference_mode()
     def hidden_states(self, row: PlanRow) -> torch.Tensor:

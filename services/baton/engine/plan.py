@@ -191,6 +191,8 @@ class StepResult:
 
     number: int
     rows: tuple[RowResult, ...] = field(default=())
+    encode_seconds: float = 0.0
+    """In which images of the step were encoded."""
 
 
 F = TypeVar("F")

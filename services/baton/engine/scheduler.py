@@ -69,7 +69,7 @@ class Scheduler(SchedulerState):
         self._route = route
         self._may_admit = may_admit
         self._ask_turn = ask_turn
-        self.images = ImageWaits(want_images)
+        self.images = ImageWaits(want_images, record)
         self.drafts: DraftPlanner | None = None
         """None: no row has drafts."""
         if drafter is not None and config.draft_tokens:
@@ -285,7 +285,8 @@ class Scheduler(SchedulerState):
                     self.drop_unseen(sequence)
             else:
                 sequence.retired = record.end
-                self.record(sequence.request, EventKind.CHUNK_ENDED, 0, step.plan.number)
+                encoding = round(1e6 * result.encode_seconds)
+                self.record(sequence.request, EventKind.CHUNK_ENDED, encoding, step.plan.number)
                 self._commit_chunk(record, row)
             if row.hidden is not None and self.drafts is not None:
                 self.drafts.observe(sequence, row.hidden, sequence.retired)

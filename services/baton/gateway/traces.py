@@ -17,7 +17,8 @@ from baton.rpc.message_size import MAX_ANSWER_BYTES
 from baton.rpc.outbox import byte_size
 from baton.rpc.trace_messages import event_to, events_from
 from baton.tracing.recorder import Event, EventKind, Recorder
-from baton.tracing.timeline import Recorded, Timeline, TimelinePhase, TimelineProcess, parse_id, timeline
+from baton.tracing.timeline import timeline
+from baton.tracing.timeline_parts import Recorded, Timeline, TimelinePhase, TimelineProcess, parse_id
 from baton.v1 import node_pb2_grpc, trace_pb2, trace_pb2_grpc
 
 TRACES = trace_pb2.DESCRIPTOR.services_by_name["Traces"].full_name
@@ -84,12 +85,12 @@ class Traces:
             first = _asked(own, (EventKind.TOKENIZING, "tokenizer"), (EventKind.SENT, "decode"))
             for process, recorded in await self._ask_all(first, missing):
                 _sort(others, process, *recorded)
-            of_decode = {
-                name: [event for each in found for event in each.events] for name, found in others.items()
-            }
-            second = _asked(of_decode, (EventKind.SENT, "prefill"))
-            for process, recorded in await self._ask_all(second, missing):
-                _sort(others, process, *recorded)
+            for further in ((EventKind.SENT, "prefill"), (EventKind.ENCODE_ASKED, "encode")):
+                of_workers = {
+                    name: [event for each in found for event in each.events] for name, found in others.items()
+                }
+                for process, recorded in await self._ask_all(_asked(of_workers, further), missing):
+                    _sort(others, process, *recorded)
         now = self._recorder.clock()
         found: list[Timeline] = []
         for name in names:

@@ -42,6 +42,11 @@ class EventKind(IntEnum):
     ENDED = 19
     READ = 20
     PROMOTED = 21
+    IMAGES_BEGUN = 22
+    IMAGES_ENDED = 23
+    ENCODE_ASKED = 24
+    ENCODE_BEGUN = 25
+    ENCODE_ENDED = 26
 
 
 _RECEIVED, _ENDED = EventKind.RECEIVED.value, EventKind.ENDED.value

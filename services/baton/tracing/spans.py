@@ -38,6 +38,8 @@ PHASES: dict[str, dict[EventKind, str]] = {
     "prefill": {
         EventKind.RECEIVED: "queue",
         EventKind.RETRACTED: "queue",
+        EventKind.IMAGES_BEGUN: "pull images",
+        EventKind.IMAGES_ENDED: "queue",
         EventKind.CHUNK_BEGUN: "prefill",
         EventKind.FIRST_TOKEN: "lease",
     },
@@ -48,6 +50,13 @@ PHASES: dict[str, dict[EventKind, str]] = {
         EventKind.RUNNING: "decode",
         EventKind.RETRACTED: "queue",
         EventKind.RETRIED: "queue",
+        EventKind.IMAGES_BEGUN: "pull images",
+        EventKind.IMAGES_ENDED: "queue",
+    },
+    "encode": {
+        EventKind.RECEIVED: "queue",
+        EventKind.ENCODE_BEGUN: "encode",
+        EventKind.ENCODE_ENDED: "lease",
     },
 }
 """Role -> what a request does after an event."""
@@ -55,7 +64,7 @@ _MARKS = (EventKind.FIRST_TOKEN, EventKind.RETRACTED, EventKind.RETRIED, EventKi
 """Events of the process's span."""
 
 SpanName = tuple[int, int, int, int]
-"""Gateway, request, attempt, decode try."""
+"""Gateway, request, attempt, decode try; at an encode node the number of the image there, and 0."""
 
 
 class SpanError(Exception):
@@ -191,6 +200,8 @@ class Spans:
                 first = begun.pop((EventKind.CHUNK_BEGUN, event.step, event.decode_try), None)
                 if first is not None:
                     more = {"baton.step": event.step, "baton.tokens": first.number}
+                    if event.number:
+                        more["baton.encode_us"] = event.number
                     found.append(("chunk", first.at, event.at, more))
             elif event.kind is EventKind.PULL_ENDED:
                 first = begun.pop((EventKind.PULL_BEGUN, 0, event.decode_try), None)
@@ -204,5 +215,7 @@ class Spans:
 
 
 def _name(role: str, event: Event) -> SpanName:
+    if role == "encode":  # a span for each image
+        return event.gateway, event.request, event.step, 0
     attempt = event.attempt if role in ("prefill", "decode") else 0
     return event.gateway, event.request, attempt, event.decode_try if role == "prefill" else 0

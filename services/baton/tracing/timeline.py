@@ -11,10 +11,17 @@ work.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 from baton.tracing.recorder import Event, EventKind
+from baton.tracing.timeline_parts import (
+    GATEWAY,
+    Placed,
+    Recorded,
+    Timeline,
+    TimelinePhase,
+    TimelineProcess,
+)
 
 SHORTEST_SECONDS = 50e-6
 """A shorter phase is counted to the one before it."""
@@ -23,79 +30,8 @@ _FROM_TIERS = {EventKind.READ: "read", EventKind.PROMOTED: "promote"}
 """What the request waits for until it is admitted."""
 _UPWARDS = (EventKind.TOKENIZED, EventKind.FIRST_TOKEN, EventKind.TOKENS, EventKind.ENDED)
 """Events that a process records before the one that had asked it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineProcess:
-    role: str
-    address: str = ""
-    """host:port; empty: the gateway."""
-
-
-GATEWAY = TimelineProcess("gateway")
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One request's events in one process, oldest first. offset: measured, in seconds; added to the process's
-    clock it gives the gateway's."""
-
-    process: TimelineProcess
-    events: Sequence[Event]
-    offset: float = 0.0
-
-
-@dataclass(slots=True)
-class TimelinePhase:
-    """Seconds since the request was received. end None: it lasts."""
-
-    name: str
-    process: TimelineProcess
-    start: float
-    end: float | None = None
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """An event at its place. at: seconds since the request was received."""
-
-    at: float
-    process: TimelineProcess
-    event: Event
-
-
-@dataclass(slots=True)
-class Timeline:
-    gateway: int
-    request: int
-    received: float
-    """On the gateway's clock."""
-    total: float = 0.0
-    """Seconds until its end, or until now."""
-    ttft: float | None = None
-    outcome: str = ""
-    """finished, cancelled or failed; empty: it runs."""
-    reason: str = ""
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    phases: list[TimelinePhase] = field(default_factory=list)
-    work: list[TimelinePhase] = field(default_factory=list)
-    events: list[Placed] = field(default_factory=list)
-
-    @property
-    def id(self) -> str:
-        return f"{self.gateway:016x}-{self.request}"
-
-
-def parse_id(id: str) -> tuple[int, int] | None:
-    """Gateway and request of a name such as Timeline.id; None: it is none."""
-    gateway, _, request = id.partition("-")
-    try:
-        found = int(gateway, 16), int(request)
-    except ValueError:
-        return None
-    return found if 0 < found[0] < 2**64 and 0 < found[1] < 2**64 else None
+_ENCODED = (EventKind.ENCODE_ENDED, EventKind.ENDED)
+"""An encode node has done what it was asked for, or will not do it."""
 
 
 def timeline(own: Sequence[Event], others: Iterable[Recorded], now: float) -> Timeline | None:
@@ -168,9 +104,12 @@ def _corrected(recorded: Recorded, known: Sequence[Placed], received: float) -> 
     return min(max(recorded.offset, least), most)
 
 
+_ASKED = {"tokenizer": EventKind.TOKENIZING, "encode": EventKind.ENCODE_ASKED}
+
+
 def _asked(event: Event, process: TimelineProcess, known: Sequence[Placed]) -> float | None:
     """When the process was sent the request, the message that this event is about."""
-    kind = EventKind.TOKENIZING if process.role == "tokenizer" else EventKind.SENT
+    kind = _ASKED.get(process.role, EventKind.SENT)
     for placed in known:
         sent = placed.event
         if sent.kind is kind and sent.text == process.address and _same(sent, event):
@@ -209,6 +148,10 @@ class _Path:
         """Launched and not retired, where the prompt is computed."""
         self._first = self._token = self._running = False
         """The attempt's first token is at the gateway, at the decode node; the request has rows there."""
+        self._images = 0
+        """That are fetched, where the prompt is computed; 0: none are waited for."""
+        self._encoding: set[tuple[TimelineProcess, int]] = set()
+        """Of those: node, and the image's number there."""
         self._recorded = {(p.process, p.event.attempt) for p in found.events if p.process.role == "decode"}
 
     def finished(self) -> list[TimelinePhase]:
@@ -224,6 +167,8 @@ class _Path:
             self._at_decode(placed.at, event)
         elif role == "prefill" and self._computes(placed):
             self._at_prefill(placed.at, event)
+        elif role == "encode" and self._images and event.attempt == self._attempt:
+            self._at_encode(placed)
 
     def _computes(self, placed: Placed) -> bool:
         """Whether the prefill node computes what the request waits for."""
@@ -274,6 +219,8 @@ class _Path:
 
     def _at_decode(self, at: float, event: Event) -> None:
         kind, here = event.kind, self._decode
+        if self._fetches(at, event, here) or self._chunk(at, event, here):
+            return
         if kind in (EventKind.RECEIVED, EventKind.QUEUED, EventKind.ADMITTED):
             self._begin(at, "queue", here)
         elif kind in (EventKind.RETRACTED, EventKind.RETRIED):
@@ -289,8 +236,6 @@ class _Path:
             self._begin(at, "hand-off", here)
         elif kind in _FROM_TIERS:
             self._begin(at, _FROM_TIERS[kind], here, f"{event.number} tokens")
-        elif kind in (EventKind.CHUNK_BEGUN, EventKind.CHUNK_ENDED):
-            self._chunk(at, kind, here)
         elif event.decode_try != self._try and self._borrows(at, event, here):
             pass
         elif kind is EventKind.FIRST_TOKEN:
@@ -314,13 +259,13 @@ class _Path:
 
     def _at_prefill(self, at: float, event: Event) -> None:
         kind, here = event.kind, self._prefill
+        if self._fetches(at, event, here) or self._chunk(at, event, here):
+            return
         if kind in (EventKind.RECEIVED, EventKind.QUEUED, EventKind.ADMITTED, EventKind.RETRACTED):
             self._chunks = 0
             self._begin(at, "queue", here)
         elif kind in _FROM_TIERS:
             self._begin(at, _FROM_TIERS[kind], here, f"{event.number} tokens")
-        elif kind in (EventKind.CHUNK_BEGUN, EventKind.CHUNK_ENDED):
-            self._chunk(at, kind, here)
         elif kind is EventKind.FIRST_TOKEN:
             self._begin(at, "hand-off", self._decode)
         else:
@@ -334,19 +279,60 @@ class _Path:
             self._begin(at, "queue", here)
         return event.kind in (EventKind.PULL_BEGUN, EventKind.PULL_ENDED)
 
-    def _chunk(self, at: float, kind: EventKind, here: TimelineProcess) -> None:
+    def _fetches(self, at: float, event: Event, here: TimelineProcess) -> bool:
+        """Before a prompt is admitted where it is computed, contents of its images may come."""
+        if event.kind is EventKind.IMAGES_BEGUN:
+            self._images, self._encoding = event.number, set()
+            self._begin(at, "pull images", here, f"{event.number} images")
+        elif event.kind is EventKind.IMAGES_ENDED:
+            self._images = 0
+            self._begin(at, "queue", here)
+        return event.kind in (EventKind.IMAGES_BEGUN, EventKind.IMAGES_ENDED, EventKind.ENCODE_ASKED)
+
+    def _at_encode(self, placed: Placed) -> None:
+        """As long as any of the images is not encoded, that is what the request waits for."""
+        kind, image = placed.event.kind, (placed.process, placed.event.step)
+        if kind is EventKind.RECEIVED:
+            self._encoding.add(image)
+            if len(self._encoding) == 1:
+                self._begin(placed.at, "encode", placed.process)
+        elif kind in _ENCODED and image in self._encoding:
+            self._encoding.remove(image)
+            if not self._encoding:
+                here = self._prefill if self._try >= 0 else self._decode
+                self._begin(placed.at, "pull images", here, f"{self._images} images")
+
+    def _chunk(self, at: float, event: Event, here: TimelineProcess) -> bool:
         """With overlap the next chunk is launched before the one before it has retired. Between chunks the
         prompt waits for others."""
-        self._chunks = max(0, self._chunks + (1 if kind is EventKind.CHUNK_BEGUN else -1))
+        if event.kind not in (EventKind.CHUNK_BEGUN, EventKind.CHUNK_ENDED):
+            return False
+        begins = event.kind is EventKind.CHUNK_BEGUN
+        self._chunks = max(0, self._chunks + (1 if begins else -1))
         if not self._token or not self._running:
+            if not begins and event.number:
+                self._encoded_in_place(at, event.number / 1e6)
             self._begin(at, "prefill" if self._chunks else "queue", here)
+        return True
+
+    def _encoded_in_place(self, at: float, seconds: float) -> None:
+        """A step's first part was that, now that it has ended."""
+        last = self._phases[-1]
+        if last.name == "prefill":
+            end = min(at, last.start + seconds)
+            self._phases.insert(-1, TimelinePhase("encode", last.process, last.start, end))
+            last.start = end
 
 
 _WORK = {
     EventKind.CHUNK_BEGUN: ("chunk", EventKind.CHUNK_ENDED),
     EventKind.PULL_BEGUN: ("pull", EventKind.PULL_ENDED),
     EventKind.TOKENIZING: ("tokenize", EventKind.TOKENIZED),
+    EventKind.IMAGES_BEGUN: ("pull images", EventKind.IMAGES_ENDED),
+    EventKind.ENCODE_BEGUN: ("encode", EventKind.ENCODE_ENDED),
 }
+_BY_STEP = (EventKind.CHUNK_ENDED, EventKind.ENCODE_ENDED)
+"""Ends of work of which one process may have several for a request at a time."""
 
 
 def _work(events: Iterable[Placed]) -> list[TimelinePhase]:
@@ -373,10 +359,12 @@ def _work(events: Iterable[Placed]) -> list[TimelinePhase]:
 def _ends(event: Event, begun: Event, process: TimelineProcess) -> bool:
     """Whether work that `begun` began has ended with `event`."""
     if event.kind is EventKind.ENDED:  # the process says nothing more of it
+        if process.role == "encode":
+            return begun.step == event.step
         return begun.attempt == event.attempt and (process.role != "prefill" or _same(begun, event))
     if event.kind is not _WORK[begun.kind][1] or not _same(begun, event):
         return False
-    return event.kind is not EventKind.CHUNK_ENDED or event.step == begun.step
+    return event.kind not in _BY_STEP or event.step == begun.step
 
 
 def _same(one: Event, other: Event) -> bool:
@@ -390,6 +378,10 @@ def _detail(event: Event) -> str:
         return f"{event.number} tokens"
     if event.kind is EventKind.PULL_BEGUN:
         return f"{event.number} pages from {event.text}"
+    if event.kind is EventKind.IMAGES_BEGUN:
+        return f"{event.number} images"
+    if event.kind is EventKind.ENCODE_BEGUN:
+        return f"{event.number} tokens, in a batch of {event.size}"
     if event.kind is EventKind.PULL_ENDED:
         return f"{event.number} pages, {event.size / 2**20:.1f} MiB, {event.text}"
     return ""

@@ -14,6 +14,7 @@ from baton.kvcache.page_map import PageMap, PageUse
 from baton.v1 import cache_pb2, node_pb2
 
 if TYPE_CHECKING:
+    from baton.engine.images import EncodeCounters
     from baton.worker.engine import Engine
     from baton.worker.sources.sharing import CacheSharing
 
@@ -106,6 +107,12 @@ def add_grammars(load: node_pb2.Load, engine: Engine) -> None:
     if engine.grammars is not None:
         stats = engine.grammars.stats
         load.grammars, load.grammar_us = stats.compiled, int(1e6 * stats.seconds)
+
+
+def add_encoding(load: node_pb2.Load, counters: EncodeCounters) -> None:
+    load.encoded_images, load.encoded_tokens = counters.images, counters.tokens
+    load.encode_us = int(1e6 * counters.seconds)
+    load.encode_batches, load.encode_hits = counters.batches, counters.hits
 
 
 def cache_updates(

@@ -39,7 +39,14 @@ from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, s
 from baton.worker.images.requests import ImageRequests
 from baton.worker.kv_event_publisher import KvEventPublisher, check_kv_events
 from baton.worker.lease_stream import LeaseStream
-from baton.worker.load import add_grammars, add_sharing, add_step_cost, page_map_message, snapshot
+from baton.worker.load import (
+    add_encoding,
+    add_grammars,
+    add_sharing,
+    add_step_cost,
+    page_map_message,
+    snapshot,
+)
 from baton.worker.memory import keep_freed_memory
 from baton.worker.model import device_of, use_device
 from baton.worker.peers import PageLink, PagePeer
@@ -356,7 +363,7 @@ class WorkerNode(WorkerShell[C]):
             load.problems.extend(self.problems(load))
             add_grammars(load, self.engine)
             if self.engine.images is not None:
-                load.encoded_images = self.engine.images.encoded
+                add_encoding(load, self.engine.images.counters)
             self.engine.ranks.add_plans(load)
         return load
 

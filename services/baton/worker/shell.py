@@ -10,7 +10,7 @@ from baton.engine.image_spans import ImageSpan
 from baton.engine.request import EngineRequest
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
-from baton.handoff.messages import FetchEffect
+from baton.handoff.messages import AttemptName, FetchEffect
 from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, unavailable
 from baton.tracing.recorder import Recorder
@@ -100,6 +100,10 @@ class WorkerShell(Generic[C]):
 
     def want_images(self, request: EngineRequest, images: tuple[ImageSpan, ...]) -> None:
         """See worker.core.CoreShell."""
+        raise NotImplementedError
+
+    def name_of(self, request: EngineRequest) -> AttemptName:
+        """As other processes know it."""
         raise NotImplementedError
 
     @property

@@ -69,6 +69,9 @@ def process_json(process: WatchedProcess) -> Json:
         if sum(load.drafted_places[:1]):
             found["drafter"] = load.drafter
             found["tokens_a_row"] = _short(1 + load.accepted_drafts / load.drafted_places[0])
+        if load.encoded_images:
+            found["encoded_images"] = load.encoded_images
+            found["images_a_batch"] = _short(load.encoded_images / load.encode_batches)
         found["queued_tokens"] = load.queued_tokens
         found["wait"] = load.wait_ms / 1000
         found["step"] = load.step_us / 1e6

@@ -23,7 +23,7 @@ MAX_CELLS = 4096
 ALL_CELLS, LEAST_CELLS = 8192, 256
 """Cells of all maps, as far as each has LEAST_CELLS: a thousand cells take a millisecond of each second."""
 
-ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
+ORDER = {"gateway": 0, "tokenizer": 1, "encode": 2, "prefill": 3, "decode": 4}
 
 
 def max_cells(workers: int) -> int:
@@ -96,6 +96,7 @@ class Processes:
         wanted = [
             *(("gateway", address) for address in self._gateway.config.siblings),
             *(("tokenizer", address) for address in nodes.tokenizer.nodes),
+            *(("encode", address) for address in nodes.encode),
             *(("prefill", address) for address in nodes.prefill),
             *(("decode", address) for address in nodes.decode),
         ]

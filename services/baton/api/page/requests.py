@@ -11,7 +11,8 @@ import time
 from baton.api.openai_fields import Json
 from baton.gateway.traces import TraceName, Traces
 from baton.tracing.recorder import Event, EventKind, Recorder
-from baton.tracing.timeline import Timeline, TimelinePhase, parse_id, timeline
+from baton.tracing.timeline import timeline
+from baton.tracing.timeline_parts import Timeline, TimelinePhase, parse_id
 
 SHOWN = 16
 """The latest ones; where more come within a second, the others are never seen here."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from baton.config import DecodeConfig
 from baton.engine.draft.base import Drafter
 from baton.engine.request import EngineRequest
-from baton.handoff.messages import FetchEffect
+from baton.handoff.messages import AttemptName, FetchEffect
 from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, invalid, unavailable
 from baton.rpc.validate import check_token_ids
@@ -189,6 +189,12 @@ class DecodeShell(WorkerShell[DecodeCore]):
         )
         if not request.suspect:
             self._compile(key, request)
+
+    def name_of(self, request: EngineRequest) -> AttemptName:
+        assert isinstance(request.key, Key)
+        caller, number = request.key.caller, request.key.request
+        assert isinstance(caller, DecodeStream)
+        return AttemptName(caller.incarnation, number, caller.attempt_of(number) or 0, 0)
 
     def _begin(self, begin: decode_pb2.DecodeBegin, caller: DecodeStream) -> None:
         def begun(core: DecodeCore, now: float) -> None:

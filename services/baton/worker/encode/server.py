@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
 import grpc.aio
@@ -19,13 +21,13 @@ from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.vision import load_tower, tower_fingerprint
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import ClusterAuthentication, ClusterCredentials
-from baton.rpc.errors import failed_precondition, invalid, unavailable
+from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.message_size import PIECE_BYTES
 from baton.rpc.node import run_node
 from baton.rpc.tasks import Tasks
-from baton.tracing.recorder import Recorder
-from baton.v1 import encode_pb2, encode_pb2_grpc, node_pb2
-from baton.worker.encode.batches import EncodeBatches
+from baton.tracing.recorder import EventKind, Recorder
+from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc, node_pb2
+from baton.worker.encode.batches import EncodeBatches, Note
 from baton.worker.images.contents import ImageContents
 from baton.worker.images.spans import check_spans, spans_from
 from baton.worker.model import device_of, dtype_of, use_device
@@ -54,6 +56,8 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         self._registration: Registration | None = None
         self._contents: ImageContents | None = None
         self._tower = ""
+        self._numbers = count(1)
+        """Of the images that are asked for."""
         self._info = node_pb2.ModelInfo(images=True)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
@@ -85,6 +89,40 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
     async def Run(
         self, request: encode_pb2.EncodeImageRequest, context: Any
     ) -> AsyncIterator[encode_pb2.EmbeddingPiece]:
+        name, number = request.attempt, next(self._numbers)
+        if request.traceparent:
+            self.recorder.begin_span(
+                name.gateway, name.request, number, operation="encode", traceparent=request.traceparent
+            )
+        self._note(name, number, EventKind.RECEIVED)
+        end = "cancelled"
+        try:
+            async for piece in self._run(request, context, partial(self._note, name, number)):
+                yield piece
+            end = "finished"
+        except BatonError as error:
+            end = error.reason
+            raise
+        finally:
+            self._note(name, number, EventKind.ENDED, text=end)
+
+    def _note(
+        self,
+        name: common_pb2.Attempt,
+        image: int,
+        kind: EventKind,
+        number: int = 0,
+        size: int = 0,
+        text: str = "",
+    ) -> None:
+        """`image`: its number."""
+        if name.gateway:
+            attempt = (name.gateway, name.request, name.attempt, name.decode_try)
+            self.recorder.add(kind, *attempt, number=number, size=size, step=image, text=text)
+
+    async def _run(
+        self, request: encode_pb2.EncodeImageRequest, context: Any, note: Note
+    ) -> AsyncIterator[encode_pb2.EmbeddingPiece]:
         if self.draining or self.batches is None:
             raise unavailable("this node is draining; encode the image elsewhere", "DRAINING")
         if request.tower != self._tower:
@@ -97,7 +135,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         left = context.time_remaining()
         (span,) = spans_from([image])
         seconds = IMAGE_SECONDS if left is None else left
-        rows = await self.batches.embeddings(span, ImageSource(request.pictures), seconds)
+        rows = await self.batches.embeddings(span, ImageSource(request.pictures), seconds, note)
         data: npt.NDArray[np.uint8] = rows.view(torch.uint8).numpy().reshape(-1)
         for at in range(0, len(data), PIECE_BYTES):
             piece = encode_pb2.EmbeddingPiece(data=data[at : at + PIECE_BYTES].tobytes())
@@ -131,7 +169,8 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
     def load(self) -> node_pb2.Load:
         load = node_pb2.Load(draining=self.draining)
         if self.batches is not None:
-            load.requests, load.encoded_images = self.batches.waiting, self.batches.images
+            load.requests = self.batches.images
+            self.batches.add_to(load)
         return load
 
 

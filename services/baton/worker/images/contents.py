@@ -16,7 +16,7 @@ from baton.engine.images import EmbeddingCache
 from baton.models.decoder import VisionTower
 from baton.rpc.channel import Dial
 from baton.rpc.errors import BatonError, deadline_exceeded, exhausted, invalid
-from baton.worker.images.encoder_client import EncoderClient
+from baton.worker.images.encoder_client import NOBODY, Asker, EncoderClient
 from baton.worker.images.picture_client import PictureClient
 
 ROOM_BYTES = 2 * 2**30
@@ -63,7 +63,7 @@ class ImageContents:
         """Somebody waits for room."""
 
     async def of(
-        self, images: Sequence[ImageSpan], source: ImageSource, seconds: float
+        self, images: Sequence[ImageSpan], source: ImageSource, seconds: float, asker: Asker = NOBODY
     ) -> dict[bytes, ImageContent]:
         """By digest. Raises BatonError."""
         wanted = {image.digest: image for image in images}
@@ -73,7 +73,7 @@ class ImageContents:
             raise exhausted(text, "TOO_MANY_IMAGES")
         try:
             async with asyncio.timeout(seconds):
-                found, tasks = await self._begin(list(wanted.values()), source)
+                found, tasks = await self._begin(list(wanted.values()), source, asker)
                 for digest, task in tasks.items():
                     found[digest] = self._check(await asyncio.shield(task), wanted[digest])
         except TimeoutError:
@@ -81,7 +81,7 @@ class ImageContents:
         return found
 
     async def _begin(
-        self, images: Sequence[ImageSpan], source: ImageSource
+        self, images: Sequence[ImageSpan], source: ImageSource, asker: Asker
     ) -> tuple[dict[bytes, ImageContent], dict[bytes, asyncio.Task[ImageContent | BatonError]]]:
         """What is here, and what comes. Who waits for room or for a turn holds nothing that takes room."""
         async with self._turn:
@@ -97,7 +97,7 @@ class ImageContents:
                 await self._more_room()
             for image in new:
                 self.used += self._bytes(image, source)
-                fetch = self._spawn(self._fetch(image, source), "image")
+                fetch = self._spawn(self._fetch(image, source, asker), "image")
                 self._running[image.digest, source] = fetch
             return found, {image.digest: self._running[image.digest, source] for image in left}
 
@@ -118,10 +118,10 @@ class ImageContents:
         content = self._known.get(image.digest)
         return None if content is None else self._check(content, image)
 
-    async def _fetch(self, image: ImageSpan, source: ImageSource) -> ImageContent | BatonError:
+    async def _fetch(self, image: ImageSpan, source: ImageSource, asker: Asker) -> ImageContent | BatonError:
         size = self._bytes(image, source)
         try:
-            content: ImageContent | None = await self._encoded(image, source)
+            content: ImageContent | None = await self._encoded(image, source, asker)
             if content is None:
                 shape = image.rows * self._side, image.columns * self._side
                 content = await self._pictures.fetch(source.pictures, image.digest, shape)
@@ -139,11 +139,11 @@ class ImageContents:
         finally:
             del self._running[image.digest, source]
 
-    async def _encoded(self, image: ImageSpan, source: ImageSource) -> torch.Tensor | None:
+    async def _encoded(self, image: ImageSpan, source: ImageSource, asker: Asker) -> torch.Tensor | None:
         """By an encode node; None: none could."""
         if self._encoders is None or not source.encoders:
             return None
-        rows = await self._encoders.fetch(image, source)
+        rows = await self._encoders.fetch(image, source, asker)
         if rows is not None and not self._short:
             self._embeddings.add(image.digest, rows)
         return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -11,11 +12,14 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.image_spans import ImageSource, ImageSpan
+from baton.handoff.messages import AttemptName
 from baton.models.decoder import VisionTower
 from baton.rpc.channel import Dial
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error
 from baton.rpc.logs import get_logger
+from baton.tracing.recorder import EventKind, Recorder
 from baton.v1 import encode_pb2, encode_pb2_grpc
+from baton.worker.convert import name_to
 from baton.worker.images.channels import Channels
 from baton.worker.images.spans import images_to
 
@@ -29,16 +33,31 @@ AVOID_SECONDS = 5.0
 _log = get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """The request that an image is fetched for; the first one, of several."""
+
+    name: AttemptName
+    trace: str = ""
+    """Its trace context; empty: it is not traced."""
+
+
+NOBODY = Asker(AttemptName(0, 0, 0, 0))
+
+
 class EncoderClient:
-    def __init__(self, dial: Dial, tower: VisionTower, name: str, device: torch.device) -> None:
+    def __init__(
+        self, dial: Dial, tower: VisionTower, name: str, device: torch.device, recorder: Recorder
+    ) -> None:
         """`tower`: of this worker; `name`: tower_fingerprint."""
+        self._recorder = recorder
         self._channels = Channels(dial)
         self._values, self._dtype = tower.values, tower.dtype
         self._name, self._device = name, device
         self._failed: dict[str, float] = {}
         """When nodes last failed."""
 
-    async def fetch(self, image: ImageSpan, source: ImageSource) -> torch.Tensor | None:
+    async def fetch(self, image: ImageSpan, source: ImageSource, asker: Asker) -> torch.Tensor | None:
         """As `VisionTower.encode` has them; None: no node could. Images are divided among the nodes by their
         digests, so that one that comes again meets the node that knows it."""
         first = sum(image.digest) % len(source.encoders)
@@ -46,7 +65,7 @@ class EncoderClient:
             if time.monotonic() - self._failed.get(address, -AVOID_SECONDS) < AVOID_SECONDS:
                 continue
             try:
-                return await self._run(address, image, source.pictures)
+                return await self._run(address, image, source.pictures, asker)
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure)
             except BatonError as failure:
@@ -57,12 +76,19 @@ class EncoderClient:
             _log.warning("encode node failed", address=address, reason=error.reason, error=error.message)
         return None
 
-    async def _run(self, address: str, image: ImageSpan, pictures: str) -> torch.Tensor:
+    async def _run(self, address: str, image: ImageSpan, pictures: str, asker: Asker) -> torch.Tensor:
+        self._recorder.add(EventKind.ENCODE_ASKED, *asker.name, number=image.tokens, text=address)
         channel, tokens = await self._channels.to(address), image.rows * image.columns
         parts, at = torch.empty(tokens * self._values, dtype=self._dtype), 0
         whole: npt.NDArray[np.uint8] = parts.view(torch.uint8).numpy()
         (message,) = images_to([image])
-        asked = encode_pb2.EncodeImageRequest(image=message, pictures=pictures, tower=self._name)
+        asked = encode_pb2.EncodeImageRequest(
+            image=message,
+            pictures=pictures,
+            tower=self._name,
+            attempt=name_to(asker.name),
+            traceparent=asker.trace,
+        )
         shape: tuple[int, int, int] | None = None
         async for piece in encode_pb2_grpc.EncodeStub(channel).Run(asked, timeout=RUN_SECONDS):
             if shape is None:

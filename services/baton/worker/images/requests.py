@@ -13,7 +13,7 @@ from baton.rpc.logs import get_logger
 from baton.worker.core import FetchedImages, NoImages
 from baton.worker.engine import Engine
 from baton.worker.images.contents import ImageContents
-from baton.worker.images.encoder_client import EncoderClient
+from baton.worker.images.encoder_client import Asker, EncoderClient
 from baton.worker.shell import WorkerShell
 
 _log = get_logger()
@@ -29,7 +29,7 @@ class ImageRequests:
     def of_engine(cls, node: WorkerShell[Any], engine: Engine, dial: Dial) -> ImageRequests:
         assert engine.images is not None
         images = engine.images
-        encoders = EncoderClient(dial, images.tower, engine.tower, engine.device)
+        encoders = EncoderClient(dial, images.tower, engine.tower, engine.device, node.recorder)
         return cls(node, ImageContents(images.tower, images.cache, dial, node.spawn, encoders))
 
     def want(self, request: EngineRequest, images: Sequence[ImageSpan]) -> None:
@@ -41,7 +41,8 @@ class ImageRequests:
         assert request.image_source is not None
         try:
             left = request.deadline - self._node.clock()
-            outcome = await self.contents.of(images, request.image_source, left)
+            asker = Asker(self._node.name_of(request), request.trace)
+            outcome = await self.contents.of(images, request.image_source, left, asker)
         except BatonError as error:
             outcome = NoImages(error.code.name, error.reason, error.message)
         except Exception as error:

@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from itertools import chain
 
 from baton.config import PrefillConfig
-from baton.handoff.messages import FetchEffect
+from baton.engine.request import EngineRequest
+from baton.handoff.messages import AttemptName, FetchEffect
 from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, failed_precondition, invalid, to_status, unavailable
 from baton.tracing.recorder import EventKind
@@ -101,8 +102,9 @@ class PrefillShell(WorkerShell[PrefillCore]):
                 "start.attempt", f"attempt {name} was started twice on this stream", "DUPLICATE_ATTEMPT"
             )
         caller.names.add(name)
+        trace = ""
         if start.traceparent:
-            self.recorder.begin_span(*name, operation="prefill", traceparent=start.traceparent)
+            trace = self.recorder.begin_span(*name, operation="prefill", traceparent=start.traceparent)
         self.recorder.add(EventKind.RECEIVED, *name)
         n = start.n if start.HasField("n") else 1
         info = self.model_info
@@ -120,7 +122,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         params = sampling_from(start.sampling, info.eos_token_ids, info.context_length)
         choices = (delivered,) if delivered else ()
         request = request_from(start, name, n, choices, params, self.clock(), self.config.request_seconds)
-        request.hidden_layers = caller.hidden_layers
+        request.hidden_layers, request.trace = caller.hidden_layers, trace
         keep = start.keep_pages if start.HasField("keep_pages") else True
         ahead = start.announce_ahead
         self.steps.call(lambda core, now: core.start(caller, name, request, keep, now, ahead, sources))
@@ -129,6 +131,10 @@ class PrefillShell(WorkerShell[PrefillCore]):
                 params.grammar,
                 lambda outcome: self.steps.call(lambda core, now: core.compiled(name, request, outcome)),
             )
+
+    def name_of(self, request: EngineRequest) -> AttemptName:
+        assert isinstance(request.key, AttemptName)
+        return request.key
 
     def welcome(self) -> list[prefill_pb2.PrefillResponse]:
         welcome = prefill_pb2.PrefillWelcome(

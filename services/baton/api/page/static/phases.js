@@ -4,7 +4,7 @@ import { el, seconds } from "./dom.js";
 
 const PHASES = {
   admit: "gateway", tokenize: "tokenize", route: "gateway", send: "gateway", queue: "queue", prefill: "prefill",
-  "hand-off": "handoff", pull: "pull", decode: "decode", deliver: "gateway", resume: "resume", unknown: "gateway",
+  "pull images": "pull", encode: "encode", "hand-off": "handoff", pull: "pull", decode: "decode", deliver: "gateway", resume: "resume", unknown: "gateway",
 };
 
 /** Bars of phases [name, role, address, start, end or null], of a request that has taken `total` of `scale` seconds. */

@@ -39,16 +39,20 @@ function makeRow(process) {
 }
 
 function queue({ role, load, wait, queued_tokens }) {
-  if (!load || !["prefill", "decode"].includes(role)) return [];
+  if (!load || !["prefill", "decode", "encode"].includes(role)) return [];
   const parts = [["waiting", load.waiting], ["in prefill", load.prefilling], ["handing off", load.handing_off]];
   const words = parts.filter(([, value]) => value).map(([word, value]) => `${count(value)} ${word}`);
   const more = [queued_tokens && plural(queued_tokens, "token"), wait && `wait ${seconds(wait)}`].filter(Boolean);
   return [words.join(", ") || "empty", more.length ? el("small", {}, more.join(", ")) : null];
 }
 
-function batch({ role, load, drafter, tokens_a_row }) {
+function batch({ role, load, drafter, tokens_a_row, encoded_images, images_a_batch }) {
   if (!load) return [];
   if (role === "gateway" || role === "tokenizer") return [plural(load.requests, "request")];
+  if (role === "encode") {
+    const so_far = encoded_images && `${plural(encoded_images, "image")} so far, ${images_a_batch.toFixed(1)} a batch`;
+    return [plural(load.running, "image"), so_far ? el("small", {}, so_far) : null];
+  }
   const more = [load.leases && plural(load.leases, "lease"), load.pulls && plural(load.pulls, "pull"),
     load.paused && `${load.paused} paused`,
     drafter && `${tokens_a_row.toFixed(2)} tokens a row with drafts (${drafter})`].filter(Boolean);

@@ -7,7 +7,7 @@ import { openTimeline } from "./timeline.js";
 const SHOWN = 16;
 const HELD_SECONDS = 5; // since somebody last pointed at the list or moved within it: meanwhile no row moves
 const LEGEND = [["gateway", "gateway"], ["tokenize", "tokenize"], ["queue", "queue"], ["prefill", "prefill"],
-  ["handoff", "hand-off"], ["pull", "pull"], ["decode", "decode"], ["resume", "resume"]];
+  ["encode", "encode"], ["handoff", "hand-off"], ["pull", "pull"], ["decode", "decode"], ["resume", "resume"]];
 
 const known = new Map();
 let touched = -Infinity;
