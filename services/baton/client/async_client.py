@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Unpack
 
@@ -20,6 +21,7 @@ from baton.client.messages import (
     make_start,
     model,
 )
+from baton.client.resuming import Gateways, Resuming
 from baton.client.types import (
     DEFAULT_ADDRESS,
     Arguments,
@@ -43,29 +45,31 @@ CLOSE_SECONDS = 5.0
 
 
 class AsyncClient:
-    """A connection to a gateway; tasks of one event loop may share it. All methods raise BatonError."""
+    """A connection to a gateway, or to several; tasks of one event loop may share it. All methods raise
+    BatonError."""
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         api_key: str | None = None,
         tls_ca: str | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """address: the gateway's host:port. Connects with the first call. Needs a running event loop.
+        """address: as of Client. Connects with the first call. Needs a running event loop.
 
         api_key: None takes BATON_API_KEY, "" sends none. tls_ca: PEM file with the CA of the gateway's
         certificate, or "system" for those that gRPC brings along; None takes BATON_TLS_CA, "" is no TLS.
         """
-        self.address = address
+        self._gateways = Gateways(address)
         access = ClientCredentials.of(api_key, tls_ca)
-        self._channel = open_channel(
-            address, max_message_bytes, credentials=access.credentials, metadata=access.metadata
-        )
-        self._stub: inference_pb2_grpc.InferenceStub | Closed = inference_pb2_grpc.InferenceStub(
-            self._channel
-        )
+        self._channels = [
+            open_channel(each, max_message_bytes, credentials=access.credentials, metadata=access.metadata)
+            for each in self._gateways.addresses
+        ]
+        self._stubs: list[inference_pb2_grpc.InferenceStub | Closed] = [
+            inference_pb2_grpc.InferenceStub(channel) for channel in self._channels
+        ]
         self._calls: set[Any] = set()
 
     async def __aenter__(self) -> AsyncClient:
@@ -76,13 +80,24 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection; running requests are cancelled."""
-        self._stub = Closed()
+        self._stubs = [Closed()] * len(self._stubs)
         for call in list(self._calls):  # the channel's own close() misses streams that are being read
             call.cancel()
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
-    def _generate(self, timeout: float | None = None) -> GenerateCall:
-        call = self._stub.Generate(timeout=timeout)
+    @property
+    def address(self) -> str:
+        """Of the gateway that new requests go to."""
+        return self._gateways.address
+
+    @property
+    def _stub(self) -> inference_pb2_grpc.InferenceStub | Closed:
+        return self._stubs[self._gateways.used]
+
+    def _generate(self, used: int, timeout: float | None = None) -> GenerateCall:
+        """used: which gateway."""
+        call = self._stubs[used].Generate(timeout=timeout)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return GenerateCall(call)
@@ -105,14 +120,20 @@ class AsyncClient:
     def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> AsyncStream:
         """Streams the answer piece by piece; begins with the first read. Closing it before its end
         cancels it."""
-        start = make_start("0", prompt, options)
-        call = self._generate(call_timeout(options))
+        collector = Collector("0", options)
+        start, timeout = make_start("0", prompt, options), call_timeout(options)
+        resuming = Resuming(start, collector, timeout, self._gateways)
 
-        async def begin() -> None:
-            await call.write(start)
-            await call.done_writing()
+        def open_call() -> CallOfStream:
+            call = self._generate(resuming.used, resuming.timeout)
 
-        return AsyncStream(call.read, Collector("0", options), begin, call.cancel, call.let_end)
+            async def begin() -> None:
+                await call.write(resuming.message)
+                await call.done_writing()
+
+            return CallOfStream(call.read, begin, call.cancel, call.let_end)
+
+        return AsyncStream(open_call(), collector, resuming, open_call)
 
     async def embed(self, inputs: Sequence[Input], **options: Unpack[EmbedOptions]) -> Embeddings:
         """The embedding of each input, a text or token ids."""
@@ -125,7 +146,19 @@ class AsyncClient:
 
     def session(self) -> AsyncSession:
         """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""
-        return AsyncSession(self._generate())
+        return AsyncSession(self._generate(self._gateways.used))
+
+
+@dataclass(slots=True)
+class CallOfStream:
+    """What a stream needs of its call."""
+
+    read: Callable[[], Awaitable[Any]]
+    begin: Callable[[], Awaitable[None]] | None
+    """None once it has been called."""
+    cancel: Callable[[], None]
+    ended: Callable[[], None] = lambda: None
+    """Called after the terminal event."""
 
 
 class AsyncStream(AsyncIterator[Delta]):
@@ -133,18 +166,17 @@ class AsyncStream(AsyncIterator[Delta]):
 
     def __init__(
         self,
-        read: Callable[[], Awaitable[Any]],
+        call: CallOfStream,
         collector: Collector,
-        begin: Callable[[], Awaitable[None]],
-        cancel: Callable[[], None],
-        ended: Callable[[], None] = lambda: None,
+        resuming: Resuming | None = None,
+        reopen: Callable[[], CallOfStream] | None = None,
     ) -> None:
-        """ended: called after the terminal event."""
-        self._read_event = read
-        self._begin: Callable[[], Awaitable[None]] | None = begin
-        self._cancel = cancel
-        self._ended = ended
+        """reopen: returns a call of the gateway that comes next. Without it the stream ends with its
+        gateway."""
+        self._call = call
         self._collector = collector
+        self._resuming = resuming
+        self._reopen = reopen
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -154,32 +186,46 @@ class AsyncStream(AsyncIterator[Delta]):
 
     async def __anext__(self) -> Delta:
         while not self._collector.ended:
-            event = await self._read()
-            if event is grpc.aio.EOF:
-                raise self._collector.lost()
-            delta = self._collector.add(event)
+            try:
+                delta = self._collector.add(await self._read())
+            except BatonError as error:
+                await self._go_on(error)
+                continue
             if self._collector.ended:
-                self._ended()
+                self._call.ended()
+            if self._resuming is not None:
+                self._resuming.heard()
             if delta is not None:
                 return delta
         raise StopAsyncIteration
 
     async def _read(self) -> Any:
+        call = self._call
         try:
-            if self._begin is not None:
-                begin, self._begin = self._begin, None
+            if call.begin is not None:
+                begin, call.begin = call.begin, None
                 await begin()
-            return await self._read_event()
+            event = await call.read()
         except BatonError:
             self._collector.ended = True
             raise
+        if event is grpc.aio.EOF:
+            raise self._collector.lost()
+        return event
+
+    async def _go_on(self, error: BatonError) -> None:
+        """At another gateway. Raises the error if that is not possible."""
+        if self._resuming is None or self._reopen is None:
+            raise error
+        await asyncio.sleep(self._resuming.again(error))
+        self._call = self._reopen()
 
     async def aclose(self) -> None:
         """Cancels the request, unless it has ended. Idempotent."""
         if not self._collector.ended:
             self._collector.ended = True
-            if self._begin is None:
-                self._cancel()
+            if self._call.begin is None:
+                self._call.cancel()
 
     async def completion(self) -> Completion:
         """Waits for the end; returns the whole answer, what has been iterated before included."""
@@ -253,7 +299,7 @@ class AsyncSession:
                 next(self._messages)
                 self._write(make_cancel(id))
 
-        return AsyncStream(self._read, collector, begin, cancel)
+        return AsyncStream(CallOfStream(self._read, begin, cancel), collector)
 
     def _write(self, message: inference_pb2.GenerateRequest) -> asyncio.Task[bool]:
         # As with reads: a write outlives its turn, which would leave the count of messages wrong.

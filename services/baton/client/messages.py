@@ -34,6 +34,7 @@ _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+_ENDED: dict[FinishReason | None, int] = {name: number for number, name in _FINISH.items()}
 TIMEOUT_MARGIN_SECONDS = 5.0
 """Time for the gateway to report a timeout; then the client itself gives up."""
 
@@ -151,6 +152,8 @@ class Collector:
         )
         self._tools = options.get("tools") or ()
         self.ended = False
+        self.ticket = ""
+        """With which another gateway goes on; empty: none can."""
 
     def add(self, event: inference_pb2.GenerateResponse) -> Delta | None:
         """Takes an event; returns the new output, if it is that. Raises BatonError if the request failed.
@@ -166,6 +169,7 @@ class Collector:
         if kind == "accepted":
             self.completion.request_id = event.accepted.request_id
             self.completion.seed = event.accepted.seed
+            self.ticket = event.accepted.resume_ticket
         elif kind == "delta":
             return self._add_delta(event.delta)
         elif kind == "finished":
@@ -187,6 +191,27 @@ class Collector:
             self.ended = True
             raise from_status(event.failed)
         return None
+
+    @property
+    def has_output(self) -> bool:
+        return any(choice != Choice() for choice in self.completion.choices)
+
+    def resume(self, start: inference_pb2.GenerateStart) -> inference_pb2.GenerateRequest:
+        """Asks another gateway for what is still to come. start: the request, as it was sent."""
+        message = inference_pb2.GenerateRequest()
+        resume = message.resume
+        resume.start.CopyFrom(start)
+        resume.ticket = self.ticket
+        resume.prompt_logprobs = len(self.completion.prompt_logprobs)
+        for choice in self.completion.choices:
+            resume.choices.add(
+                token_ids=choice.token_ids,
+                text_characters=len(choice.text),
+                reasoning_characters=len(choice.reasoning),
+                tool_calls=len(choice.tool_calls),
+                finish_reason=_ENDED.get(choice.finish_reason),
+            )
+        return message
 
     def check_over(self) -> None:
         """Before the next turn on the same stream, which would pass over the events of this one. Raises

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, Unpack
@@ -19,6 +20,7 @@ from baton.client.messages import (
     make_start,
     model,
 )
+from baton.client.resuming import Gateways, Resuming
 from baton.client.types import (
     DEFAULT_ADDRESS,
     Arguments,
@@ -31,39 +33,43 @@ from baton.client.types import (
 )
 from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, client_options
 from baton.rpc.client_credentials import ClientCredentials
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import BatonError, from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 MODELS_SECONDS = 10.0
 
 
 class Client:
-    """A connection to a gateway; threads may share it. All methods raise BatonError."""
+    """A connection to a gateway, or to several; threads may share it. All methods raise BatonError."""
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         api_key: str | None = None,
         tls_ca: str | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """address: the gateway's host:port. Connects with the first call.
+        """address: the gateway's host:port; of several gateways, the first is used while it can be reached.
+        Connects with the first call. A request whose gateway is lost goes on at the next one, or at the same
+        one when it is back, if its answer has a resume ticket (--cluster-secret-file).
 
         api_key: None takes BATON_API_KEY, "" sends none. tls_ca: PEM file with the CA of the gateway's
         certificate, or "system" for those that gRPC brings along; None takes BATON_TLS_CA, "" is no TLS.
         """
-        self.address = address
+        self._gateways = Gateways(address)
         access = ClientCredentials.of(api_key, tls_ca)
         self._metadata = access.metadata
         options = client_options(max_message_bytes)
-        if access.credentials is None:
-            self._channel = grpc.insecure_channel(address, options=options)
-        else:
-            self._channel = grpc.secure_channel(address, access.credentials, options=options)
-        self._stub: inference_pb2_grpc.InferenceStub | Closed = inference_pb2_grpc.InferenceStub(
-            self._channel
-        )
+        self._channels = [
+            grpc.insecure_channel(each, options=options)
+            if access.credentials is None
+            else grpc.secure_channel(each, access.credentials, options=options)
+            for each in self._gateways.addresses
+        ]
+        self._stubs: list[inference_pb2_grpc.InferenceStub | Closed] = [
+            inference_pb2_grpc.InferenceStub(channel) for channel in self._channels
+        ]
 
     def __enter__(self) -> Client:
         return self
@@ -73,8 +79,18 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection; running requests are cancelled."""
-        self._stub = Closed()
-        self._channel.close()
+        self._stubs = [Closed()] * len(self._stubs)
+        for channel in self._channels:
+            channel.close()
+
+    @property
+    def address(self) -> str:
+        """Of the gateway that new requests go to."""
+        return self._gateways.address
+
+    @property
+    def _stub(self) -> inference_pb2_grpc.InferenceStub | Closed:
+        return self._stubs[self._gateways.used]
 
     def models(self) -> list[Model]:
         try:
@@ -92,9 +108,16 @@ class Client:
 
     def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Stream:
         """Streams the answer piece by piece. Closing the stream before its end cancels the request."""
-        start = make_start("0", prompt, options)
-        call = self._stub.Generate(iter([start]), timeout=call_timeout(options), metadata=self._metadata)
-        return Stream(call, Collector("0", options), call.cancel)
+        collector = Collector("0", options)
+        start, timeout = make_start("0", prompt, options), call_timeout(options)
+        resuming = Resuming(start, collector, timeout, self._gateways)
+
+        def open_call() -> Any:
+            given = {"timeout": resuming.timeout, "metadata": self._metadata}
+            return self._stubs[resuming.used].Generate(iter([resuming.message]), **given)
+
+        call = open_call()
+        return Stream(call, collector, call.cancel, resuming, open_call)
 
     def embed(self, inputs: Sequence[Input], **options: Unpack[EmbedOptions]) -> Embeddings:
         """The embedding of each input, a text or token ids."""
@@ -118,10 +141,16 @@ class Stream(Iterator[Delta]):
         events: Iterator[inference_pb2.GenerateResponse],
         collector: Collector,
         cancel: Callable[[], object],
+        resuming: Resuming | None = None,
+        reopen: Callable[[], Any] | None = None,
     ) -> None:
+        """reopen: returns a call of the gateway that comes next. Without it the stream ends with its
+        gateway."""
         self._events = events
         self._collector = collector
         self._cancel = cancel
+        self._resuming = resuming
+        self._reopen = reopen
 
     def __enter__(self) -> Stream:
         return self
@@ -135,16 +164,32 @@ class Stream(Iterator[Delta]):
     def __next__(self) -> Delta:
         while not self._collector.ended:
             try:
-                event = next(self._events)
-            except StopIteration:
-                raise self._collector.lost() from None
-            except grpc.RpcError as error:
-                self._collector.ended = True
-                raise from_rpc_error(error) from None
-            delta = self._collector.add(event)
+                delta = self._collector.add(self._next())
+            except BatonError as error:
+                self._go_on(error)
+                continue
+            if self._resuming is not None:
+                self._resuming.heard()
             if delta is not None:
                 return delta
         raise StopIteration
+
+    def _next(self) -> inference_pb2.GenerateResponse:
+        try:
+            return next(self._events)
+        except StopIteration:
+            raise self._collector.lost() from None
+        except grpc.RpcError as error:
+            self._collector.ended = True
+            raise from_rpc_error(error) from None
+
+    def _go_on(self, error: BatonError) -> None:
+        """At another gateway. Raises the error if that is not possible."""
+        if self._resuming is None or self._reopen is None:
+            raise error
+        time.sleep(self._resuming.again(error))
+        call = self._reopen()
+        self._events, self._cancel = call, call.cancel
 
     def close(self) -> None:
         """Cancels the request, unless it has ended. Idempotent."""

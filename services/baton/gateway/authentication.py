@@ -56,12 +56,14 @@ class Limits:
 class ApiKey:
     """One API key and its use; or everybody, where there are no keys. Used on one event loop only."""
 
-    def __init__(self, name: str, limits: Limits, owner: bytes = b"") -> None:
+    def __init__(self, name: str, limits: Limits, owner: bytes = b"", identity: bytes = b"") -> None:
         """name: for logs; contains no part of the key. owner: differs from that of every other key, and stays
-        the same while this process runs; empty: everybody."""
+        the same while this process runs; empty: everybody. identity: the same at every gateway, and told to
+        nobody."""
         self.name = name
         self.limits = limits
         self.owner = owner
+        self.identity = identity
         self.revoked = False
         self._requests = 0
         self._streams = 0
@@ -165,10 +167,13 @@ class ApiKeys:
             if not words or words[0].startswith("#"):
                 continue
             try:
-                digest = self._digest(_hash(words[0]))
+                hashed = _hash(words[0])
+                digest = self._digest(hashed)
                 if digest in found:
                     raise ValueError("the key of an earlier line once more")
-                found[digest] = _parse_key_options(words[1:], f"line {number}", self._limits, digest)
+                identity = hashlib.sha256(hashed).digest()
+                name, limits = _parse_key_options(words[1:], f"line {number}", self._limits)
+                found[digest] = ApiKey(name, limits, digest, identity)
             except ValueError as error:
                 text = f"{FLAG}: {self._path}, line {number}: {error}"
                 raise failed_precondition(text, "UNUSABLE_FILE") from None
@@ -191,7 +196,7 @@ def _hash(word: str) -> bytes:
     return hashlib.sha256(word.encode()).digest()
 
 
-def _parse_key_options(words: list[str], name: str, limits: Limits, owner: bytes) -> ApiKey:
+def _parse_key_options(words: list[str], name: str, limits: Limits) -> tuple[str, Limits]:
     numbers = {field.name: 0 for field in dataclasses.fields(Limits)}
     for word in words:
         what, equals, value = word.partition("=")
@@ -202,7 +207,7 @@ def _parse_key_options(words: list[str], name: str, limits: Limits, owner: bytes
         else:
             known = ", ".join(f"{each}=N" for each in numbers)
             raise ValueError(f"after the key come name=NAME, {known}" + (f", not {what}=" if equals else ""))
-    return ApiKey(name, limits, owner)
+    return name, limits
 
 
 def _file_version(path: str) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from baton.gateway.embedding_client import EmbeddingClient
 from baton.gateway.pictures_server import PicturesServer
 from baton.gateway.probe import Prober
 from baton.gateway.request_log import EndedRequest, RequestLog
+from baton.gateway.resume_ticket import TicketSeal
 from baton.gateway.runtime import DecodeLink
 from baton.gateway.shell import GatewayShell, RunningRequest
 from baton.gateway.tokenizer_client import TokenizerClient
@@ -40,15 +41,18 @@ class Gateway(GatewayShell):
     def __init__(
         self, config: GatewayConfig, dial: Dial = open_channel, cluster: ClusterCredentials | None = None
     ) -> None:
-        """dial: opens connections to the tokenizer and workers. cluster: what workers show who fetch images;
-        None: nothing. Raises BatonError for values not known in `config`."""
+        """dial: opens connections to the tokenizer and workers. cluster: what workers show who fetch images,
+        and what resume tickets are sealed with; None: nothing. Raises BatonError for values not known in
+        `config`."""
         check_names(config)
         self.incarnation = new_incarnation()
         self.log = get_logger()
         self.dial = dial
         self._tasks = Tasks()
         super().__init__(config, TokenizerClient(config.resume_wait_seconds, dial))
-        authentication = ClusterAuthentication(cluster or ClusterCredentials())
+        cluster = cluster or ClusterCredentials()
+        self.seal = TicketSeal(cluster.secret) if cluster.secret else None
+        authentication = ClusterAuthentication(cluster)
         self._pictures_server = PicturesServer(config, authentication, self.pictures)
         self.request_log = RequestLog()
         self.traces = Traces(self.incarnation, self.recorder, dial)

@@ -234,15 +234,19 @@ class _ClientStream:
         kind = message.WhichOneof("kind")
         if kind == "start":
             self._start(message.start)
+        elif kind == "resume":
+            self._start(message.resume.start, message.resume)
         elif kind == "cancel":
             request = self._open.get(message.cancel.id)
             if request is None:
                 raise not_found(f"no request {message.cancel.id[:128]!r} runs on this stream", "UNKNOWN_ID")
             request.cancel("cancelled by the client")
         else:
-            raise invalid("kind", "an empty message: send start or cancel", "EMPTY_MESSAGE")
+            raise invalid("kind", "an empty message: send start, resume or cancel", "EMPTY_MESSAGE")
 
-    def _start(self, start: inference_pb2.GenerateStart) -> None:
+    def _start(
+        self, start: inference_pb2.GenerateStart, resume: inference_pb2.GenerateResume | None = None
+    ) -> None:
         admission.check_id(start.id)
         if start.id in self._open:
             raise BatonError(
@@ -253,7 +257,13 @@ class _ClientStream:
             )
         id = start.id  # not `start`: a closure over it would keep the prompt alive
         request = GatewayRequest(
-            self._gateway, start, lambda: self._mark(id, request), self._api_key, "grpc", self._traceparent
+            self._gateway,
+            start,
+            lambda: self._mark(id, request),
+            self._api_key,
+            "grpc",
+            self._traceparent,
+            resume,
         )
         self._open[id] = request
         try:

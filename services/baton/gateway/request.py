@@ -16,6 +16,7 @@ from baton.gateway.prompts import EncodedPrompt, GatewaySession
 from baton.gateway.request_end import ended_request, finished_event
 from baton.gateway.request_spans import describe_span, request_span
 from baton.gateway.resume import ResumeAttempts, Wait
+from baton.gateway.resumption import Resumption
 from baton.gateway.routing import RequestRouting
 from baton.gateway.runtime import Cancellable
 from baton.gateway.shell import GatewayShell
@@ -44,9 +45,10 @@ class GatewayRequest:
         api_key: ApiKey,
         api: str = "grpc",
         traceparent: str = "",
+        resume: inference_pb2.GenerateResume | None = None,
     ) -> None:
         """api: that the request came by, for the record. traceparent: the client's trace context; empty: it
-        has none."""
+        has none. resume: with which the client goes on; None: the request begins here."""
         self.api_key = api_key
         self._api = api
         self.number = gateway.next_number()
@@ -68,6 +70,7 @@ class GatewayRequest:
         self.attempts = ResumeAttempts(
             self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
         )
+        self._resumption = Resumption(gateway.seal, api_key, resume)
         self._routing: RequestRouting | None = None
         self._fingerprint = ""
         """Fingerprint of the model that the prompt was encoded for."""
@@ -112,6 +115,8 @@ class GatewayRequest:
         start = self._start
         assert start is not None, "begun twice"
         try:
+            self._timing.limit = min(self._timing.limit, self._resumption.open(start))
+            self.attempts.resumed = self._resumption.resumed
             self._gateway.admit(self, start)
             self._template.n = len(self.log.choices)
             self._template.namespace = start.namespace
@@ -130,7 +135,7 @@ class GatewayRequest:
 
     def take(self) -> list[inference_pb2.GenerateResponse]:
         """Called by the client's writer: see TokenLog.take."""
-        events = self.log.take()
+        events = self._resumption.unseen(self.log.take())
         if self._reader.paused:
             self._reader.look(self.log.unread)
         if not self._written and self._begun_attempt >= 0 and events:
@@ -182,6 +187,12 @@ class GatewayRequest:
             self._routing = self._gateway.routing(self._template, self.prompt.keys, self._session)
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
+            self._resumption.prepared(start, prepared, self.log, self.seconds_left)
+            if self.log.complete:
+                self._accept()
+                self.attempts.done = True
+                self._finish_if_complete()
+                return
             self._place()
         except Exception as error:
             self._preparing = None
@@ -229,10 +240,14 @@ class GatewayRequest:
             self._pause(True)
         if not self._accepted:
             self._accepted = True
-            accepted = inference_pb2.Accepted(request_id=self.name, seed=self._template.sampling.seed)
-            accepted.prompt_tokens, accepted.max_tokens = len(self.log.prompt_ids), self._max_tokens
-            self.log.accept(accepted)
-            self._on_change()
+            self._accept()
+
+    def _accept(self) -> None:
+        accepted = inference_pb2.Accepted(request_id=self.name, seed=self._template.sampling.seed)
+        accepted.prompt_tokens, accepted.max_tokens = len(self.log.prompt_ids), self._max_tokens
+        accepted.resume_ticket = self._resumption.ticket()
+        self.log.accept(accepted)
+        self._on_change()
 
     def _decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
         """The next attempt, with the output that earlier ones delivered. prefill: nodes in the order to try.

@@ -19,6 +19,7 @@ from baton.gateway.pictures import PictureStore
 from baton.gateway.prompts import GatewaySession, prompt_for_log
 from baton.gateway.request_log import EndedRequest
 from baton.gateway.resume import ResumePolicy
+from baton.gateway.resume_ticket import TicketSeal
 from baton.gateway.routing import RequestRouting, Router
 from baton.gateway.runtime import GatewayRuntime
 from baton.gateway.split_decision import Split
@@ -44,6 +45,9 @@ class RunningRequest(Protocol):
 
 class GatewayShell(GatewayRuntime):
     """What `request` and `decode_client` need. Used on one event loop only."""
+
+    seal: TicketSeal | None = None
+    """None: requests have no resume tickets."""
 
     def __init__(self, config: GatewayConfig, tokenizer: TokenizerClient) -> None:
         """Raises BatonError for values not known in `config`."""

@@ -173,12 +173,12 @@ class ChoiceLog:
         start, end = self._taken_tokens, self._ready
         if self._logprobs:
             end = min(end, start + LOGPROBS_PER_DELTA)
-        self._taken_tokens = end
         last = self.finished and end == len(self.token_ids) and not self._end_taken
         visible = start < end and (include_token_ids or self._logprobs)
         output = self._output
         fresh = output.fresh if output is not None else self._taken_pieces < len(self._pieces)
         if not (visible or fresh or last):
+            self._taken_tokens = end
             return None
         response = inference_pb2.GenerateResponse(id=id)
         delta = response.delta  # filled in place: a message given to another one is copied
@@ -186,8 +186,11 @@ class ChoiceLog:
             delta.choice = self.index
         if output is not None:
             output.fill(delta)
+            if output.fresh:  # the last of these deltas has the tokens, so that none come before their end
+                end = start
         else:
             delta.text = "".join(self._pieces[self._taken_pieces :])
+        self._taken_tokens = end
         if include_token_ids:
             delta.token_ids.extend(self.token_ids[start:end])
         if self._logprobs:

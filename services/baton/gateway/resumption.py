@@ -1,0 +1,203 @@
+"""A request's resume ticket and, of one that another gateway had begun, what its client has of the output."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import grpc
+import msgspec
+
+from baton.gateway.authentication import ApiKey
+from baton.gateway.preparation import Prepared
+from baton.gateway.resume_ticket import ResumeTicket, TicketSeal
+from baton.gateway.token_log import ChoiceLog, TokenLog
+from baton.rpc.errors import BatonError, failed_precondition, invalid
+from baton.rpc.validate import check_enums, check_token_ids
+from baton.v1 import common_pb2, inference_pb2
+
+
+@dataclass(slots=True)
+class Unseen:
+    """What is still to be left out of a choice's deltas, because its client has it."""
+
+    ended: bool
+    tokens: int
+    logprobs: int
+    text: int
+    reasoning: int
+    calls: int
+
+    def cut(self, delta: inference_pb2.Delta) -> bool:
+        """False: nothing is left of the delta."""
+        if self.ended:
+            return False
+        self.tokens -= _drop(delta.token_ids, self.tokens)
+        self.logprobs -= _drop(delta.logprobs, self.logprobs)
+        self.calls -= _drop(delta.tool_calls, self.calls)
+        text, reasoning = delta.text[: self.text], delta.reasoning[: self.reasoning]
+        self.text, self.reasoning = self.text - len(text), self.reasoning - len(reasoning)
+        delta.text, delta.reasoning = delta.text[len(text) :], delta.reasoning[len(reasoning) :]
+        left = delta.token_ids or delta.logprobs or delta.tool_calls or delta.text or delta.reasoning
+        return bool(left or delta.finish_reason or delta.prompt_logprobs)
+
+
+class Resumption:
+    """Every request has one. Only of a resumed request it does more than to give out tickets.
+
+    Called in this order: `open`, `prepared`, then `ticket` and `unseen`.
+    """
+
+    def __init__(
+        self, seal: TicketSeal | None, api_key: ApiKey, resume: inference_pb2.GenerateResume | None
+    ) -> None:
+        """seal: None where there are no tickets. resume: None: the request begins here."""
+        self._seal = seal
+        self._api_key = api_key
+        self._resume = resume
+        self._ticket: ResumeTicket | None = None
+        self._choices: list[Unseen] = []
+        self._prompt_logprobs = 0
+
+    @property
+    def resumed(self) -> int:
+        """How often other gateways, or this one, took the request over."""
+        return self._ticket.resumed if self._ticket is not None else 0
+
+    def open(self, start: inference_pb2.GenerateStart) -> float:
+        """Gives a resumed request its seed. Returns the seconds that it has left; inf: it begins here. Raises
+        BatonError for a ticket that cannot be used."""
+        resume = self._resume
+        if resume is None:
+            return math.inf
+        if self._seal is None:
+            text = "resuming needs --cluster-secret-file, the same at all gateways"
+            raise failed_precondition(text, "NO_TICKETS")
+        if start.session:
+            raise invalid(
+                "resume.start.session", "a session's turn cannot be resumed: begin the session again"
+            )
+        check_enums(resume)
+        ticket = self._seal.open(resume.ticket, self._api_key)
+        self._ticket = msgspec.structs.replace(ticket, resumed=ticket.resumed + 1)
+        if not start.sampling.HasField("seed"):
+            start.sampling.seed = ticket.seed
+        return ticket.expires - self._seal.now()
+
+    def prepared(
+        self, start: inference_pb2.GenerateStart, prepared: Prepared, log: TokenLog, seconds: float
+    ) -> None:
+        """Makes the ticket of a request that begins here; puts the client's output into the log of a resumed
+        one. seconds: that the request has left. Raises BatonError."""
+        if self._seal is None or start.session or (start.HasField("resume") and not start.resume):
+            return
+        digest, ticket, resume = request_digest(start, prepared), self._ticket, self._resume
+        if ticket is None or resume is None:
+            self._ticket = ResumeTicket(
+                digest,
+                prepared.sampling.seed,
+                prepared.fingerprint,
+                self._api_key.identity,
+                self._seal.now() + seconds,
+                0,
+            )
+            return
+        self._resume = None
+        if ticket.fingerprint != prepared.fingerprint:
+            text = "the request was begun with another model than the one that is served: begin another one"
+            raise failed_precondition(text, "TICKET_OF_OTHER_MODEL")
+        if ticket.digest != digest:
+            text = "the ticket belongs to another prompt or other parameters: send the request as it was"
+            raise invalid("resume.start", text, "TICKET_OF_OTHER_REQUEST")
+        self._restore(resume, prepared, log)
+
+    def _restore(self, resume: inference_pb2.GenerateResume, prepared: Prepared, log: TokenLog) -> None:
+        if len(resume.choices) > len(log.choices):
+            text = f"{len(resume.choices)} choices of a request with {len(log.choices)}"
+            raise invalid("resume.choices", text)
+        with_logprobs = prepared.sampling.HasField("logprobs")
+        for index, (had, choice) in enumerate(zip(resume.choices, log.choices, strict=False)):
+            field = f"resume.choices[{index}]"
+            count = len(had.token_ids)
+            check_token_ids(had.token_ids, prepared.vocabulary.size, f"{field}.token_ids")
+            if count + (not had.finish_reason) > prepared.sampling.max_tokens:
+                text = f"{field} has {count} tokens, and is not to have more than max_tokens: none is left"
+                raise invalid(f"{field}.token_ids", text)
+            if not count and (had.text_characters or had.reasoning_characters or had.tool_calls):
+                raise lost()
+            _push(had, choice, with_logprobs)
+            self._choices.append(
+                Unseen(
+                    bool(had.finish_reason),
+                    count,
+                    count * with_logprobs,
+                    had.text_characters,
+                    had.reasoning_characters,
+                    had.tool_calls,
+                )
+            )
+        self._prompt_logprobs = resume.prompt_logprobs
+        if log.has_output:
+            log.set_prompt_logprobs(())  # they come before all output
+
+    def ticket(self) -> str:
+        """The sealed ticket; empty: the request cannot be resumed."""
+        return self._seal.seal(self._ticket) if self._seal is not None and self._ticket is not None else ""
+
+    def unseen(self, events: list[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
+        """The events without what the client has."""
+        if not self._choices and not self._prompt_logprobs:
+            return events
+        return list(self._cut(events))
+
+    def _cut(
+        self, events: Iterable[inference_pb2.GenerateResponse]
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        for event in events:
+            delta = event.delta
+            if event.WhichOneof("kind") == "delta":
+                self._prompt_logprobs -= _drop(delta.prompt_logprobs, self._prompt_logprobs)
+                if delta.choice < len(self._choices) and not self._choices[delta.choice].cut(delta):
+                    continue
+            yield event
+
+
+def _drop(entries: Any, most: int) -> int:
+    """Removes the first entries of a repeated field, `most` of them; returns how many there were."""
+    count = min(most, len(entries))
+    if count:
+        del entries[:count]
+    return count
+
+
+def _push(had: inference_pb2.ReceivedChoice, choice: ChoiceLog, with_logprobs: bool) -> None:
+    """Makes the choice's text and state again. The client's log-probabilities are not known, and not sent."""
+    if had.token_ids:
+        nothing = [common_pb2.PositionLogprobs()] * len(had.token_ids) if with_logprobs else ()
+        choice.push(had.token_ids, nothing, common_pb2.FINISH_REASON_UNSPECIFIED)
+    if had.finish_reason and not choice.finish_reason:
+        called = had.finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
+        choice.finish_reason = common_pb2.FINISH_REASON_STOP if called else had.finish_reason
+
+
+def lost() -> BatonError:
+    text = "the tokens that the client has are not known any more, and are not computed again: ask anew"
+    return BatonError(grpc.StatusCode.DATA_LOSS, "RESUME_LOST", text)
+
+
+def request_digest(start: inference_pb2.GenerateStart, prepared: Prepared) -> bytes:
+    """Of all that the tokens and the text of a request's output depend on. Tokens, not texts: a chat template
+    may render a date."""
+    about = inference_pb2.GenerateStart(
+        n=start.n, namespace=start.namespace, raw_output=start.raw_output, sampling=prepared.sampling
+    )
+    about.sampling.stop.extend(start.sampling.stop)
+    found = sha256(array("Q", prepared.prompt.token_ids).tobytes())
+    found.update(about.SerializeToString(deterministic=True))
+    for image in prepared.prompt.images:
+        found.update(image.SerializeToString(deterministic=True))
+    return found.digest()
