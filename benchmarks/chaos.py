@@ -12,8 +12,8 @@ With --tp N each worker has N ranks, and a fault is SIGKILL of its rank 0 or of 
 idle, computes a prompt, hands pages off, or makes tokens. It is a problem, too, if another of its ranks or a
 file in shared memory is left.
 
-With --kv-tokens, --host-memory and --disk pools are small and pages go through the tiers; the summary counts
-them.
+With --kv-tokens, --host-memory and --disk pools are small and pages go through the tiers; with --routing
+round-robin prompts land on any node, which pulls what others hold of them. The summary counts both.
 
 With --device cuda the workers take this machine's GPUs in turn, and it is a problem, too, if memory of a GPU
 is left. --kills: all faults are SIGKILL.
@@ -49,6 +49,7 @@ from stress.clients import Outcome
 from stress.faults import Fault
 
 from baton.bench.machine import visible_gpus
+from baton.gateway.routing import POLICIES
 
 FREED_SECONDS = 10.0
 FREED_MIB = 64
@@ -99,6 +100,7 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
             kv_tokens=args.kv_tokens,
             host_memory=args.host_memory,
             disk=args.disk,
+            routing=args.routing,
         ) as cluster,
         Progress(*columns, console=console) as bar,
     ):
@@ -147,6 +149,7 @@ def main() -> int:
     parser.add_argument("--kv-tokens", type=int, default=32768, help="of each worker's pool")
     parser.add_argument("--host-memory", default="", help="of each worker, such as 64M; default: none")
     parser.add_argument("--disk", default="", help="size of the workers' disk tier; default: there is none")
+    parser.add_argument("--routing", choices=POLICIES, default="cache", help="of the gateway")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--kills", action="store_true", help="no stalls and drains")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")

@@ -32,7 +32,8 @@ def split(tmp_path_factory, deployments) -> Iterator[Deployment]:
 
 
 class Chat:
-    """Each turn's prompt is all that was said before, and some new tokens."""
+    """Each turn's prompt is all that was said before, and 100 to 400 new tokens. Not every seed's eight turns
+    fit into the model's context."""
 
     def __init__(self, client: Client, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -42,7 +43,7 @@ class Chat:
         """New tokens of all prompts; those computed, but for the incomplete last page of the turn before."""
 
     def turn(self) -> None:
-        count, held = self._draw.randrange(100, 280), max(0, len(self.said) - 1)
+        count, held = self._draw.randrange(100, 401), max(0, len(self.said) - 1)
         self.said += [self._draw.randrange(5, 4000) for _ in range(count)]
         self.new += len(self.said) - held
         answer = self._client.generate(
@@ -60,9 +61,9 @@ class Chat:
 
 @pytest.mark.alone  # pages are pulled where that is expected to take less time than computing
 def test_turns_compute_their_new_tokens_alone_wherever_they_land(split: Deployment):
-    chat = Chat(split.client(), 1)
+    chat = Chat(split.client(), 9)
     chat.turns(TURNS)
-    assert chat.computed <= 1.05 * chat.new
+    assert chat.computed <= 1.05 * chat.new, f"{chat.computed} of {chat.new} new tokens"
     nodes = [*split.of("prefill"), *split.of("decode")]
     assert sum(node.load().borrowed_pages for node in nodes) <= sum(node.load().lent_pages for node in nodes)
     assert not any(node.load().borrow_failures for node in nodes)
@@ -104,7 +105,7 @@ async def test_a_restarted_node_is_warmed_by_the_others(split: Deployment):
     await until(lambda: all(peer.connected for peer in peers()), "decode nodes reach the restarted node")
     chat.turns(TURNS - TURNS // 2)
     assert node.load().borrowed_pages
-    assert chat.computed <= 1.05 * chat.new
+    assert chat.computed <= 1.05 * chat.new, f"{chat.computed} of {chat.new} new tokens"
 
 
 def test_without_shared_memory_pages_come_by_messages(split: Deployment, tmp_path, deployments):

@@ -8,16 +8,19 @@ import resource
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree, page_file
-from baton.kvcache.disk_tier import DiskTier
+from baton.kvcache.disk_tier import KNOWN_SECONDS, DiskTier
 from baton.kvcache.host_tier import HostTier
 from baton.kvcache.kv_groups import FULL
 from baton.kvcache.page_keys import placeholder
 from baton.rpc.errors import BatonError
+from baton.step_cost import StepCost
+from baton.worker.host_memory import takes_less
 from baton.worker.page_directory import PageDirectory
 
 SIZE, PAGE_BYTES = 4, 512
@@ -398,6 +401,23 @@ def test_asking_again_while_nothing_has_changed_costs_nothing(node, monkeypatch)
     assert other.disk.readable(key, "", 0, 6) == 6
     monkeypatch.setattr(type(other.files), "__contains__", lambda self, name: pytest.fail("asked again"))
     assert other.disk.readable(key, "", 0, 6) == 6
+
+
+@pytest.mark.parametrize(("page_seconds", "reads"), [(0.001, True), (1.0, False)])
+def test_a_disk_that_takes_longer_than_computing_is_left_alone_for_a_while(
+    node, page_seconds: float, reads: bool
+):
+    node().put()
+    other = node()
+    other.host.pays = partial(takes_less, lambda: StepCost(fixed=0.0, row=0.0, key=0.0, token=0.01, pair=0.0))
+    ended, key = other.disk.read_ended, other.host.cache.encode(TOKENS)
+    other.disk.read_ended = lambda number, faults, _: ended(number, faults, page_seconds * len(faults))
+    rows = lambda: other.host.promotable(key, "", 0, 6, disk=True)[0]  # noqa: E731
+    assert rows() == 6, "nothing has been measured"
+    other.get(TOKENS[: 2 * SIZE])
+    assert rows() == (6 if reads else 2)
+    other.disk.tick(other.now + KNOWN_SECONDS)
+    assert rows() == 6
 
 
 def test_a_read_that_nobody_waits_for_is_not_begun(node):

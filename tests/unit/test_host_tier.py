@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,8 @@ from baton.kvcache.host_tier import HostTier, keep_what_returns
 from baton.kvcache.kv_groups import FULL, NO_PAGE
 from baton.kvcache.page_keys import placeholder
 from baton.layers.cache_spec import State, attention_cache
+from baton.step_cost import StepCost
+from baton.worker.host_memory import takes_less
 
 SIZE = 4
 FULL_AND_WINDOW = (FULL, KvGroup(attention_cache(6)))
@@ -184,21 +187,16 @@ def test_namespaces_share_nothing() -> None:
     assert pools.promote(tokens, "a")
 
 
-def test_what_does_not_pay_is_computed() -> None:
+@pytest.mark.parametrize(("page_seconds", "promotes"), [(0.001, True), (0.1, False)])
+def test_what_is_computed_sooner_is_not_promoted(page_seconds: float, promotes: bool) -> None:
     pools = Pools(8, 64)
     tokens = prompt(0, 6)
     pools.compute(tokens)
     pools.run()
     pools.compute(prompt(1, 8))
-    asked = []
-
-    def pays(cached: int, tokens: int, seconds: float) -> bool:
-        asked.append((cached, tokens, seconds))
-        return False
-
-    pools.tier.pays, pools.tier.page_seconds = pays, 0.5
-    assert not pools.promote(tokens)
-    assert asked == [(0, 24, 3.0)]
+    cost = StepCost(fixed=0.0, row=0.0, key=0.0, token=0.01, pair=0.001)
+    pools.tier.pays, pools.tier.page_seconds = partial(takes_less, lambda: cost), page_seconds
+    assert pools.promote(tokens) == promotes
 
 
 def test_a_scan_does_not_flush_what_was_used_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from core_shell import Shell
@@ -28,7 +29,7 @@ from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.host_tier import CachedTiers, HostTier
 from baton.step_cost import CostCalibration, StepCost
 from baton.worker.prefill.core import PrefillCore
-from baton.worker.sources.borrower import CONNECT_SECONDS, UNKNOWN_PULL_SECONDS
+from baton.worker.sources.borrower import CONNECT_SECONDS, KNOWN_SECONDS, UNKNOWN_PULL_SECONDS
 from baton.worker.sources.lender import LEND_SECONDS
 
 SIZE, PAGES = 4, 40
@@ -341,6 +342,26 @@ def test_a_pull_must_cost_less_than_computing(pair: Pair, token: float, asks: bo
     pair.near.core.step_stats.calibration = CostCalibration(cost)
     pair.near.start(PROMPT, [pair.source(20)])
     assert (pair.ask() is not None) == asks
+
+
+@pytest.mark.parametrize(("seconds", "asks"), [(1e-6, True), (1.0, False)])
+def test_after_a_pull_that_took_longer_than_computing_none_is_asked_for_a_while(
+    pair: Pair, seconds: float, asks: bool
+):
+    """`seconds`: between two looks at the clock."""
+    cost = StepCost(fixed=1e-3, row=0.0, key=0.0, token=0.01, pair=0.0)
+    pair.near.core.step_stats.calibration = CostCalibration(cost)
+    clock = count(0.0, seconds)
+    pair.near.borrower._recorder.clock = lambda: next(clock)
+    pair.borrow()
+    later = [[number, *PROMPT] for number in (1, 2)]
+    for prompt in later:
+        pair.far.compute(prompt)
+    pair.near.start(later[0], [pair.source(20)])
+    assert (pair.ask() is not None) == asks
+    clock = count(2 * KNOWN_SECONDS, seconds)
+    pair.near.start(later[1], [pair.source(20)])
+    assert pair.ask() is not None
 
 
 def test_a_holder_that_says_what_cannot_be_is_given_up(pair: Pair):

@@ -45,6 +45,13 @@ def parse_size(text: str, field: str) -> int:
     return int(number) * unit
 
 
+def takes_less(cost: Callable[[], StepCost], cached: int, tokens: int, seconds: float) -> bool:
+    """Whether `seconds` are less than to compute tokens `cached` to `tokens` takes. `cost`: of steps, now."""
+    count = tokens - cached
+    load = StepLoad(prefill_tokens=count, attention_pairs=chunk_pairs(cached, count))
+    return seconds < cost().seconds(load)
+
+
 class HostMemory:
     """Implements kvcache.host_tier.PageCopier. A thread each way copies pages, on a GPU with a stream of its
     own; another one pins the memory."""
@@ -93,7 +100,7 @@ class HostMemory:
     def start(self, report: Report, cost: Callable[[], StepCost]) -> None:
         """`cost`: of steps, now."""
         self._report = report
-        self.tier.pays = partial(self._pays, cost)
+        self.tier.pays = partial(takes_less, cost)
         if self.directory is not None:
             self.directory.start(report)
         for thread in self._threads:
@@ -109,11 +116,6 @@ class HostMemory:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-
-    def _pays(self, cost: Callable[[], StepCost], cached: int, tokens: int, seconds: float) -> bool:
-        count = tokens - cached
-        load = StepLoad(prefill_tokens=count, attention_pairs=chunk_pairs(cached, count))
-        return seconds < cost().seconds(load)
 
     # --- copies -----------------------------------------------------------------------------------------
 

@@ -129,9 +129,15 @@ class PageDirectory:
             began = time.perf_counter()
             faults = ["late"] * len(job.pages)  # its request has been computed meanwhile
             if job.running:
-                faults = list(self._pool.map(partial(self._read_or_fault, job), job.pages))
+                # Each thread has its part: to hand pages over one by one took a fifth of the time.
+                parts = self._pool.map(partial(self._read_some, job), range(READERS))
+                for first, found in enumerate(parts):
+                    faults[first::READERS] = found
             seconds = time.perf_counter() - began
             self._report(partial(self.tier.read_ended, job.number, faults, seconds))
+
+    def _read_some(self, job: FileJob, first: int) -> list[str]:
+        return [self._read_or_fault(job, each) for each in job.pages[first::READERS]]
 
     def _read_or_fault(self, job: FileJob, each: FilePage) -> str:
         try:

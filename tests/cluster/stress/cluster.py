@@ -39,10 +39,11 @@ class Cluster(Deployment):
         gpus: Sequence[str] = (),
         host_memory: str = "",
         disk: str = "",
+        routing: str = "cache",
     ) -> None:
         """`tp`: ranks of each worker. `host_memory`, `disk`: sizes of the tiers of each worker; all share one
-        directory. Empty: they have none. `gpus`: as CUDA_VISIBLE_DEVICES names them; workers take them in
-        turn, prefill and decode nodes alike."""
+        directory. Empty: they have none. `routing`: of the gateway. `gpus`: as CUDA_VISIBLE_DEVICES names
+        them; workers take them in turn, prefill and decode nodes alike."""
         super().__init__(folder, model)
         self.tokenizer.flags += ["--drain-seconds", "3"]
         for _ in range(tokenizers - 1):
@@ -58,7 +59,7 @@ class Cluster(Deployment):
         for workers in (prefill, decode):
             for process, gpu in zip(workers, itertools.cycle(gpus), strict=False):
                 process.environment["CUDA_VISIBLE_DEVICES"] = gpu
-        self.add_gateway(decode, prefill, *GATEWAY)
+        self.add_gateway(decode, prefill, *GATEWAY, "--routing", routing)
         self._reserved = [self._reserve(process) for process in self.processes]
         self.incarnations: dict[int, str] = {}
         """Of every process that ever ran here."""
