@@ -301,7 +301,7 @@ async def test_grpc_takes_bytes_and_sessions_keep_digests(rig):
     await stream.until_end("c")
     check_spans(rig.decode.starts[-1], [ONE, TWO])
     # What nobody holds makes room; the session says so, rather than to answer without the image.
-    rig.node.gateway.pictures._make_room(2**30, "x")
+    rig.node.gateway.pictures.memory.make_room(2**30)
     await stream.start("d", chat=conversation("Still?"), session="s")
     failed = (await stream.until_end("d"))[-1].failed
     assert failed.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
@@ -334,7 +334,7 @@ async def test_stored_responses_go_on_with_their_images(rig):
     answer = await rig.client.post("/v1/responses", json=more)
     assert answer.status_code == 200, answer.text
     check_spans(rig.decode.starts[-1], [ONE])
-    rig.node.gateway.pictures._make_room(2**30, "x")
+    rig.node.gateway.pictures.memory.make_room(2**30)
     answer = await rig.client.post("/v1/responses", json=more)
     said = answer.json()["error"]
     assert answer.status_code == 400 and said["code"] == "picture_gone"
@@ -347,9 +347,9 @@ async def test_pictures_are_there_while_a_request_runs_and_within_a_bound(rig, m
         await fetched(rig.decode.starts[-1], b"\0" * 32)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     store = rig.node.gateway.pictures
-    assert not any(kept.holders for kept in store._kept.values())
-    store._max_bytes = max(resized(each)[0].nbytes for each in (ONE, TWO)) + 10
-    store._make_room(store._max_bytes, "x")
+    assert not any(kept.holds for kept in store.memory.all())
+    store.memory.max_bytes = max(resized(each)[0].nbytes for each in (ONE, TWO)) + 10
+    store.memory.make_room(store.memory.max_bytes)
     answer = await rig.client.post("/v1/chat/completions", json={"model": "scripted", **chat(ONE, TWO)})
     said = answer.json()["error"]["message"]
     # Both are decoded at a time: the later one has no room.
@@ -359,7 +359,7 @@ async def test_pictures_are_there_while_a_request_runs_and_within_a_bound(rig, m
     assert answer.status_code == 200
     answer = await rig.client.post("/v1/chat/completions", json={"model": "scripted", **chat(ONE)})
     assert answer.status_code == 200
-    assert not any(kept.holders for kept in store._kept.values())
+    assert not any(kept.holds for kept in store.memory.all())
 
 
 async def test_a_name_of_the_image_token_in_a_text_is_text(rig):

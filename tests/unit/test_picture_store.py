@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 
 import pytest
 from PIL import Image
 
 from baton.gateway.media_fetch import MediaFetcher
-from baton.gateway.pictures import ARRIVING, MOST_NAMES, PictureLease, PictureStore
+from baton.gateway.pictures import ARRIVING, MOST_NAMES, WIDTH, PictureLease, PictureStore
 from baton.pictures.settings import PictureSettings
 from baton.rpc.errors import BatonError
 
@@ -35,12 +36,12 @@ async def test_files_that_look_alike_do_not_grow_without_limit(store):
         lease = PictureLease(store, b"owner", "")
         await lease.add(file(1, number.to_bytes(4, "big")), SETTINGS, "image")
         lease.release()
-    assert len(store._names) == MOST_NAMES and store._bytes == PIXELS
+    assert len(store._names) == MOST_NAMES and store.memory._bytes == PIXELS
 
 
 async def test_what_cannot_fit_drives_nothing_out(store):
     """And is told so for good if it never will."""
-    held, idle = PictureLease(store, b"owner", ""), PictureLease(store, b"owner", "")
+    held, idle = PictureLease(store, b"", ""), PictureLease(store, b"", "")
     await held.add(file(1), SETTINGS, "image")
     picture, digest = await idle.add(file(2), SETTINGS, "image")
     idle.release()
@@ -50,6 +51,80 @@ async def test_what_cannot_fit_drives_nothing_out(store):
         await held.add(large.getvalue(), SETTINGS, "image")
     assert never.value.code.name == "INVALID_ARGUMENT"
     assert (await idle.add(digest, SETTINGS, "image", known=True))[0] is picture
+
+
+async def test_a_key_that_sends_much_refuses_and_forgets_nothing_of_others():
+    """Neither while its requests run, nor by what it leaves."""
+    store = PictureStore(10 * PIXELS, MediaFetcher(()))
+    other, many = PictureLease(store, b"other", ""), PictureLease(store, b"many", "")
+    _, digest = await other.add(file(200), SETTINGS, "image")
+    other.release()
+    for colour in range(30):  # what ended requests leave
+        lease = PictureLease(store, b"many", "")
+        await lease.add(file(colour), SETTINGS, "image")
+        lease.release()
+    await PictureLease(store, b"other", "").add(digest, SETTINGS, "image", known=True)
+    held = 0
+    with pytest.raises(BatonError, match="this API key's running requests fill its share") as caught:
+        for colour in range(30):
+            await many.add(file(colour), SETTINGS, "image")
+            held += 1
+    assert (caught.value.code.name, caught.value.reason, held) == ("RESOURCE_EXHAUSTED", "PICTURES_FULL", 7)
+    await PictureLease(store, b"third", "").add(file(100), SETTINGS, "image")
+    store.close()
+
+
+async def test_where_there_are_no_keys_one_may_take_all(store):
+    lease = PictureLease(store, b"", "")
+    await lease.add(file(1), SETTINGS, "image")
+    await lease.add(file(2), SETTINGS, "image")
+    with pytest.raises(BatonError, match="images of running requests fill"):
+        await lease.add(file(3), SETTINGS, "image")
+
+
+async def test_names_of_one_key_do_not_displace_those_of_another(store):
+    other = PictureLease(store, b"other", "")
+    _, digest = await other.add(file(1), SETTINGS, "image")
+    for number in range(2 * MOST_NAMES):
+        await PictureLease(store, b"many", "").add(file(1, number.to_bytes(4, "big")), SETTINGS, "image")
+    assert await other.add(digest, SETTINGS, "image", known=True)
+
+
+async def test_decoders_take_keys_by_turns(store):
+    """One that has asked for much keeps nobody waiting for more than what is being decoded."""
+    done, begun = [], asyncio.Event()
+
+    async def add(owner, colour):
+        await PictureLease(store, owner, "").add(file(colour), SETTINGS, "image")
+        done.append(owner)
+        begun.set()
+
+    store.memory.max_bytes = 2**20
+    many = [asyncio.create_task(add(b"many", colour)) for colour in range(40)]
+    await begun.wait()
+    await add(b"other", 100)
+    assert len(done) <= 1 + 2 * WIDTH + 1
+    many[-1].cancel()  # who waits may leave
+    await asyncio.gather(*many, return_exceptions=True)
+    assert done.count(b"many") == 39
+    await add(b"other", 101)
+
+
+async def test_who_waits_for_a_decoder_too_long_is_refused(store, monkeypatch):
+    monkeypatch.setattr("baton.gateway.pictures.WAIT_SECONDS", 0.05)
+    gate = threading.Event()
+    await PictureLease(store, b"", "").add(file(0), SETTINGS, "image")
+    monkeypatch.setattr(store._decoder, "decode", lambda data: gate.wait(10) and None)
+    stuck = [
+        asyncio.create_task(PictureLease(store, b"a", "").add(file(1), SETTINGS, "image"))
+        for _ in range(WIDTH)
+    ]
+    await asyncio.sleep(0.02)
+    with pytest.raises(BatonError, match="too many pictures") as caught:
+        await PictureLease(store, b"b", "").add(file(2), SETTINGS, "image")
+    assert (caught.value.code.name, caught.value.reason) == ("RESOURCE_EXHAUSTED", "PICTURES_BUSY")
+    gate.set()
+    await asyncio.gather(*stuck, return_exceptions=True)
 
 
 async def test_files_that_wait_for_a_decoder_are_few():

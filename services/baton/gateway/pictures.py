@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 
+from baton.gateway.fair_slots import FairSlots
 from baton.gateway.media_fetch import MediaFetcher
+from baton.gateway.picture_memory import KeptPicture, PictureMemory, PictureName
 from baton.pictures.data_uri import MOST_BYTES
-from baton.pictures.decoder import Picture, PictureBusy, PictureDecoder
+from baton.pictures.decoder import WAIT_SECONDS, Picture, PictureBusy, PictureDecoder
 from baton.pictures.settings import PictureError, PictureSettings
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid_field
 
@@ -20,25 +21,7 @@ WIDTH = 2
 ARRIVING = 16
 """Files that are given by address and have not been decoded, at a time."""
 MOST_NAMES = 64
-"""Of a picture: its files may differ in what nobody sees."""
-
-
-@dataclass(frozen=True, slots=True)
-class PictureName:
-    """An image as who sent it knows it. Nobody is given another's image, whatever digest they send."""
-
-    owner: bytes
-    """`ApiKey.owner`."""
-    namespace: str
-    file: bytes
-    """SHA-256 of the file."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    picture: Picture
-    holders: int = 0
-    names: set[PictureName] = field(default_factory=set)
+"""Of a picture, by one API key: its files may differ in what nobody sees."""
 
 
 class PictureStore:
@@ -54,20 +37,17 @@ class PictureStore:
         """max_bytes: of resized pixels. media: fetches images that are given by address. counted: called for
         each image that is wanted, with "decoded", "kept" or "refused"."""
         self._media = media
-        self._max_bytes = max_bytes
         self._counted = counted
-        self._bytes = 0
-        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
-        """By digest, the least recently used first."""
+        self.memory = PictureMemory(max_bytes, self._forget)
         self._names: dict[PictureName, bytes] = {}
+        """Digests of kept pictures."""
         self._settings: PictureSettings | None = None
         self._decoder: PictureDecoder | None = None
         self._threads = ThreadPoolExecutor(WIDTH, "pictures")
-        self.arriving = asyncio.Semaphore(ARRIVING)
-        """Held while a file is fetched and until it is decoded: until then it is counted nowhere else."""
+        self._decoding, self._arriving = FairSlots(WIDTH), FairSlots(ARRIVING)
 
     def find(self, digest: bytes) -> Picture | None:
-        kept = self._kept.get(digest)
+        kept = self.memory.find(digest)
         return None if kept is None else kept.picture
 
     def close(self) -> None:
@@ -80,13 +60,17 @@ class PictureStore:
     async def name(self, data: bytes, owner: bytes, namespace: str) -> PictureName:
         return PictureName(owner, namespace, await asyncio.to_thread(lambda: sha256(data).digest()))
 
-    async def fetch(self, url: str, place: str) -> bytes:
-        """The file at an address. place: of the image, for errors. Raises BatonError."""
-        try:
-            return await self._media.fetch(url)
-        except PictureError as error:
-            self._counted("refused")
-            raise invalid_field(place, str(error), "IMAGE") from None
+    @asynccontextmanager
+    async def fetched(self, url: str, owner: bytes, place: str) -> AsyncIterator[bytes]:
+        """The file at an address, which waits for its turn, and is to be decoded before the block ends: until
+        then it is counted nowhere else. place: of the image, for errors. Raises BatonError."""
+        async with _turn(self._arriving, owner):
+            try:
+                file = await self._media.fetch(url)
+            except PictureError as error:
+                self._counted("refused")
+                raise invalid_field(place, str(error), "IMAGE") from None
+            yield file
 
     async def hold(
         self, name: PictureName, data: bytes | None, settings: PictureSettings, place: str
@@ -94,75 +78,68 @@ class PictureStore:
         """A picture that stays until it is released. data: the file; None: it must be kept already. place: of
         the image, for errors. Raises BatonError."""
         try:
-            kept = self._known(name, settings)
+            picture = self._known(name, settings)
             outcome = "kept"
-            if kept is None:
-                kept, outcome = await self._decoded(name, data, settings, place), "decoded"
+            if picture is None:
+                picture, outcome = await self._decoded(name, data, place), "decoded"
+            kept = self.memory.hold(picture, name.owner, place)
         except BatonError:
             self._counted("refused")
             raise
         self._counted(outcome)
-        kept.holders += 1
-        self._kept.move_to_end(kept.picture.digest)
+        if settings == self._settings and name not in kept.names:
+            own = [each for each in kept.names if each.owner == name.owner]
+            if len(own) >= MOST_NAMES:
+                kept.names.remove(own[0])
+                del self._names[own[0]]
+            kept.names.add(name)
+            self._names[name] = picture.digest
         return kept.picture
 
-    def release(self, picture: Picture) -> None:
-        self._kept[picture.digest].holders -= 1
+    def release(self, picture: Picture, owner: bytes) -> None:
+        self.memory.release(picture.digest, owner)
 
-    def _known(self, name: PictureName, settings: PictureSettings) -> _Kept | None:
+    def _known(self, name: PictureName, settings: PictureSettings) -> Picture | None:
         if settings != self._settings:  # another model
-            for kept in self._kept.values():
+            for kept in self.memory.all():
                 kept.names.clear()
             self._names.clear()
             if self._decoder is not None:
                 self._decoder.close()
             self._settings, self._decoder = settings, PictureDecoder(settings, width=WIDTH)
         digest = self._names.get(name)
-        return None if digest is None else self._kept[digest]
+        return None if digest is None else self.find(digest)
 
-    async def _decoded(
-        self, name: PictureName, data: bytes | None, settings: PictureSettings, place: str
-    ) -> _Kept:
+    async def _decoded(self, name: PictureName, data: bytes | None, place: str) -> Picture:
         if data is None:
             text = f"{place}: the image is kept here no more: send its file again"
             raise failed_precondition(text, "PICTURE_GONE")
         decoder = self._decoder
         assert decoder is not None, "no settings"
-        try:
-            loop = asyncio.get_running_loop()
-            picture = await loop.run_in_executor(self._threads, decoder.decode, data)
-        except PictureError as error:
-            raise invalid_field(place, str(error), "IMAGE") from None
-        except PictureBusy as error:
-            raise exhausted(str(error), "PICTURES_BUSY", 1000) from None
-        kept = self._kept.get(picture.digest)
-        if kept is None:
-            self._make_room(picture.pixels.nbytes, place)
-            kept = self._kept[picture.digest] = _Kept(picture)
-            self._bytes += picture.pixels.nbytes
-        if settings == self._settings:
-            if len(kept.names) >= MOST_NAMES:
-                del self._names[kept.names.pop()]
-            kept.names.add(name)
-            self._names[name] = picture.digest
-        return kept
+        async with _turn(self._decoding, name.owner):
+            try:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, decoder.decode, data)
+            except PictureError as error:
+                raise invalid_field(place, str(error), "IMAGE") from None
+            except PictureBusy as error:
+                raise exhausted(str(error), "PICTURES_BUSY", 1000) from None
 
-    def _make_room(self, size: int, place: str) -> None:
-        if size > self._max_bytes:
-            text = f"has {size} bytes of pixels; --image-memory-mib allows {self._max_bytes >> 20} MiB"
-            raise invalid_field(place, text, "IMAGE")
-        idle = [digest for digest, kept in self._kept.items() if not kept.holders]
-        free = sum(self._kept[digest].picture.pixels.nbytes for digest in idle)
-        if self._bytes - free + size > self._max_bytes:
-            text = f"{place}: images of running requests fill the {self._max_bytes >> 20} MiB that they may"
-            raise exhausted(f"{text} take (--image-memory-mib): send it again later", "PICTURES_FULL", 1000)
-        for digest in idle:
-            if self._bytes + size <= self._max_bytes:
-                return
-            dropped = self._kept.pop(digest)
-            self._bytes -= dropped.picture.pixels.nbytes
-            for name in dropped.names:
-                del self._names[name]
+    def _forget(self, kept: KeptPicture) -> None:
+        for name in kept.names:
+            del self._names[name]
+
+
+@asynccontextmanager
+async def _turn(slots: FairSlots, owner: bytes) -> AsyncIterator[None]:
+    """Raises BatonError if it does not come."""
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(slots.slot(owner, WAIT_SECONDS))
+        except TimeoutError:
+            text = "too many pictures are being decoded or fetched: send it again later"
+            raise exhausted(text, "PICTURES_BUSY", 1000) from None
+        yield
 
 
 class PictureLease:
@@ -177,8 +154,8 @@ class PictureLease:
 
     async def fetch(self, url: str, settings: PictureSettings, place: str) -> tuple[Picture, bytes]:
         """As `add`, of an image that is given by address. Raises BatonError."""
-        async with self._store.arriving:
-            return await self.add(await self._store.fetch(url, place), settings, place)
+        async with self._store.fetched(url, self._owner, place) as file:
+            return await self.add(file, settings, place)
 
     async def add(
         self, file: bytes, settings: PictureSettings, place: str, *, known: bool = False
@@ -193,7 +170,7 @@ class PictureLease:
             name = await self._store.name(file, self._owner, self._namespace)
         picture = await self._store.hold(name, None if known else file, settings, place)
         if self._released:  # meanwhile
-            self._store.release(picture)
+            self._store.release(picture, self._owner)
         else:
             self._held.append(picture)
         return picture, name.file
@@ -202,4 +179,4 @@ class PictureLease:
         """Idempotent."""
         self._released = True
         while self._held:
-            self._store.release(self._held.pop())
+            self._store.release(self._held.pop(), self._owner)
