@@ -1,11 +1,13 @@
-"""Other people's clients against a deployment of a real language model.
+"""Other people's clients against a deployment of a real language model, and of one that sees.
 
 Skipped without the environment that they live in: make .venv/clients
 """
 
 from __future__ import annotations
 
+import io
 import json
+import random
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 
 import pytest
 from deployment import Deployment
+from PIL import Image
 
 from baton.model_path import CheckpointError, resolve
+from vision_models import TOKENIZER_VOCAB, save_qwen3_vl, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "clients" / "bin"
@@ -46,7 +50,8 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
     command = [str(BIN / "python"), str(ROOT / "tests" / "clients" / program), *arguments]
     done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    return {key: value for line in done.stdout.splitlines() for key, value in json.loads(line).items()}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # litellm prints others
+    return {key: value for line in lines for key, value in json.loads(line).items()}
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +101,40 @@ def test_clients_drive_the_api(deployment: Deployment):
     assert {"content_block_start", "input_json", "message_stop"} <= set(messages["events"])
     index = found["with_llama_index"]
     assert index["tool"] == "get_weather" and "city" in index["arguments"] and index["answer"]
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory, deployments) -> Iterator[Deployment]:
+    """Its answers depend on every pixel, and say nothing."""
+    folder = tmp_path_factory.mktemp("seeing")
+    save_qwen3_vl(folder / "model", vocab_size=TOKENIZER_VOCAB, max_position_embeddings=1024)
+    save_tokenizer(folder / "model")
+    flags = ("--kv-tokens", "4096", "--transports", "grpc,shm")
+    with Deployment.split(folder, folder / "model", worker=flags) as made:
+        deployments.append(made)
+        yield made
+
+
+def test_clients_send_images(seeing: Deployment, tmp_path: Path):
+    """However they send one, it is the same prompt and the same answer as by Baton's own client, and another
+    answer for another image."""
+    own, files = [], []
+    for seed in range(2):
+        made = io.BytesIO()
+        Image.frombytes("RGB", (40, 24), random.Random(seed).randbytes(3 * 40 * 24)).save(made, "PNG")
+        files.append(str(tmp_path / f"{seed}.png"))
+        Path(files[-1]).write_bytes(made.getvalue())
+        with seeing.client() as client:
+            messages = [{"role": "user", "content": ["What is this?", made.getvalue()]}]
+            answer = client.generate(messages=messages, max_tokens=16, temperature=0)
+        own.append([answer.text, answer.usage.prompt_tokens])
+    found = run("see.py", f"http://{seeing.gateway.http}/v1", "model", *files)
+    assert len(found) == 5
+    ways = {(name, way): said for name, ways in found.items() for way, said in ways.items()}
+    tool = ways["with_openai", "chat tool"]
+    for (name, way), said in ways.items():
+        assert said[0][0] != said[1][0], (name, way)
+        if not way.endswith("told"):
+            assert said == (tool if way.endswith("tool") else own), (name, way)
+    assert len(ways) >= 25
+    seeing.assert_idle()
