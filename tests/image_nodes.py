@@ -178,7 +178,10 @@ async def running(path, *, prefill=1, decode=1, encode=0, prefill_options=(), de
         ]
         cluster.decode += [DecodeNode(DecodeConfig(**made | dict(decode_options))) for _ in range(decode)]
         stop, tasks = asyncio.Event(), []
-        config = EncodeConfig(model=str(path), http_port=0, threads=1, drain_seconds=0.0)
+        kinds = made["transports"]
+        config = EncodeConfig(
+            model=str(path), http_port=0, threads=1, drain_seconds=0.0, embeddings_mib=4, transports=kinds
+        )
         cluster.encode += [EncodeNode(config) for _ in range(encode)]
         for node in [*cluster.encode, *cluster.nodes]:
             ready, own = asyncio.Event(), asyncio.Event() if node in cluster.encode else stop

@@ -238,8 +238,10 @@ class EncodeConfig(NodeConfig):
     """As of the workers: others' embeddings are not used."""
     threads: int = 0
     """Threads of tensor operations on a CPU; 0: all cores."""
-    embeddings_mib: int = 1024
-    """Memory of the host for embeddings of images that may come again."""
+    embeddings_mib: int = 512
+    """Memory of the host for embeddings of images, which others pull, and which may be wanted again."""
+    transports: tuple[Literal["shm", "grpc"], ...] = ()
+    """How embeddings may travel to workers, best first; empty: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class Deployment:
 
     def add_encode(self) -> Process:
         """All gateways use it."""
-        return self._add("encode", ["--model", self.model, "--threads", "1"])
+        return self._add("encode", ["--model", self.model, "--threads", "1", "--embeddings-mib", "16"])
 
     def add_gateway(self, decode: Sequence[Process], prefill: Sequence[Process] = (), *flags: str) -> Process:
         """prefill: empty means aggregated, as decode nodes here have no prefill nodes of their own."""

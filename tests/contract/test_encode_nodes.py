@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from gateway_rig import until
 
 from baton.rpc.channel import open_channel
@@ -27,15 +28,18 @@ def saved(tmp_path_factory):
     return path, save_qwen3_vl(path)
 
 
-async def test_tokens_are_those_of_transformers_and_images_are_divided(saved):
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+async def test_tokens_are_those_of_transformers_and_images_are_divided(saved, transport):
     path, model = saved
-    async with running(path, encode=2) as cluster:
+    async with running(path, encode=2, transports=(transport,)) as cluster:
         prompts = [cluster.prompt(*EIGHT, seed=1), cluster.prompt(5, (24, 40), 7, seed=2)]
         wanted = [[prompt.greedy(model, 64)] for prompt in prompts]
         assert await cluster.ask(cluster.decode[0], *prompts, count=64) == wanted
         counts = [node.batches.counters.images for node in cluster.encode]
         assert min(counts) > 0 and sum(counts) == len(set(cluster.pictures.fetched)) == 9
         assert not any(node.engine.images.counters.images for node in cluster.nodes)
+        load = cluster.encode[0].load()
+        assert not load.leases and load.pages.cached and not load.pages.owned
         # Known to the prefill node, then to the encode nodes: nothing is encoded again.
         for node, fields in ((cluster.decode[0], {"namespace": "a"}), (cluster.decode[0], LOCAL)):
             assert await cluster.ask(node, *prompts, count=64, **fields) == wanted
@@ -135,6 +139,64 @@ async def test_a_node_is_killed_in_the_middle_of_a_batch(saved):
         assert not any(node.engine.images.counters.images for node in cluster.nodes)
         ends = [each.text for each in cluster.encode[0].recorder.all() if each.kind is EventKind.ENDED]
         assert ends and set(ends) == {"cancelled"}
+
+
+@pytest.mark.parametrize(("transport", "reason"), [("grpc", "LEASE_LOST"), ("shm", "STALE_PAGES")])
+async def test_pages_that_are_reused_in_the_middle_of_a_pull_are_seen(saved, transport, reason, capfd):
+    """The time of the lease is over when the pull begins; other embeddings take its pages."""
+    path, model = saved
+    async with running(path, encode=1, transports=(transport,)) as cluster:
+        (encoder,) = cluster.encode
+        pool, lend = encoder.pool, encoder.pool.lend
+        pool._lend_seconds = -1.0
+        reused = []
+
+        def lend_and_reuse(image):
+            lease = lend(image)
+            if lease is not None:
+                for number in range(2):  # more than the pool has room for
+                    size = pool._rows.size * 5 // 8
+                    other = torch.full((1, 1, size // 4), 0.5 + number)
+                    stored = pool.take(bytes([number]) * 32, other)
+                    pool.write(stored, other)
+                    pool.keep(stored)
+                reused.append(lease)
+            return lease
+
+        pool.lend = lend_and_reuse
+        prompt = cluster.prompt(3, (24, 40), 5, (16, 16), 2, seed=71)
+        assert await cluster.ask(cluster.decode[0], prompt, count=16) == [[prompt.greedy(model, 16)]]
+        assert reused and not any(lease.stood for lease in reused)
+        assert cluster.prefill[0].engine.images.counters.images == 2
+        assert reason in capfd.readouterr().err and not pool.leases
+
+
+async def test_a_node_is_killed_in_the_middle_of_a_pull(saved, capfd):
+    path, model = saved
+    async with running(path, encode=2) as cluster:
+        first, second = cluster.encode
+        pages, begun = first._published.pages, asyncio.Event()
+        read = pages.read
+
+        async def stop(page):
+            if begun.is_set():
+                await asyncio.sleep(30)
+            begun.set()
+            return await read(page)
+
+        pages.read = stop
+        prompt = cluster.prompt(3, (40, 40), 5, seed=81)
+        asked = {"encoders": [first.address, second.address]}
+        asked["encoders"].sort(key=lambda address: address != first.address)
+        if sum(prompt.images[0].digest) % 2:
+            asked["encoders"].reverse()
+        answer = asyncio.create_task(cluster.ask(cluster.decode[0], prompt, count=16, **asked))
+        await until(begun.is_set)
+        cluster.stops[first.address].set()
+        assert await answer == [[prompt.greedy(model, 16)]]
+        assert [node.batches.counters.images for node in cluster.encode] == [1, 1]
+        assert not cluster.prefill[0].engine.images.counters.images and not first.pool.leases
+        assert "encode node failed" in capfd.readouterr().err
 
 
 async def test_a_node_that_is_lost_is_replaced_by_another_or_by_the_worker_itself(saved):

@@ -31,16 +31,18 @@ _Stream = ClientStream[prefill_pb2.FetchRequest, prefill_pb2.FetchResponse]
 class PageSourceServicer(prefill_pb2_grpc.PageSourceServicer):
     """Reads pages as they are at the moment; the answer to `release` says whether they were valid."""
 
-    def __init__(self, pages: PageStore) -> None:
-        self._pages = pages
+    def __init__(self, pages: PageStore | None = None) -> None:
+        """None: `pages` are set later, before the first call."""
+        self.pages = pages
 
     async def Fetch(
         self,
         request_iterator: AsyncIterator[prefill_pb2.FetchRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[prefill_pb2.FetchResponse]:
-        reader = self._pages.reader()
-        count = self._pages.num_pages
+        assert self.pages is not None
+        reader = self.pages.reader()
+        count = self.pages.num_pages
         async for request in request_iterator:
             wrong = next((page for page in request.page_ids if page >= count), None)
             if wrong is not None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -101,7 +101,7 @@ class WorkerNode(WorkerShell[C]):
         self.lending, self.sources = CacheLending(self, LeaseStream), SourcePeers(self)
         self._borrowers = CallerStreams(self.lending, self.tasks)
         self._cache_service = CacheServicer(self, self._borrowers)
-        self._page_source: _LatePageSource | None = None
+        self._page_source: PageSourceServicer | None = None
         self._stopping = threading.Event()
         self._registration: Registration | None = None
         self._kv_events: KvEventPublisher | None = None
@@ -121,7 +121,7 @@ class WorkerNode(WorkerShell[C]):
         self.device = self.engine.device.type
         self.layout, self.page_bytes = self.engine.layout, self.engine.pages.page_bytes
         if self._page_source is not None:
-            self._page_source.source = PageSourceServicer(self.engine.pages)
+            self._page_source.pages = self.engine.pages
         try:
             cost = await asyncio.to_thread(measure_steps, self.engine)
         except BatonError:
@@ -271,7 +271,7 @@ class WorkerNode(WorkerShell[C]):
     def serve_pages(self, server: grpc.aio.Server) -> list[str]:
         """Registers Cache and PageSource, which answers once the pool exists; returns their full names."""
         cache_pb2_grpc.add_CacheServicer_to_server(self._cache_service, server)
-        self._page_source = _LatePageSource()
+        self._page_source = PageSourceServicer()
         prefill_pb2_grpc.add_PageSourceServicer_to_server(self._page_source, server)
         services = {**prefill_pb2.DESCRIPTOR.services_by_name, **cache_pb2.DESCRIPTOR.services_by_name}
         return [services[name].full_name for name in ("PageSource", "Cache")]
@@ -418,13 +418,3 @@ class WorkerNode(WorkerShell[C]):
             raise TimeoutError(f"the {self.role} step thread did not answer within {seconds:g} s")
         if failure:
             raise failure[0]
-
-
-class _LatePageSource(prefill_pb2_grpc.PageSourceServicer):
-    """Registered before the pool exists; calls arrive only after the node is ready."""
-
-    source: PageSourceServicer
-
-    async def Fetch(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.FetchResponse]:
-        async for response in self.source.Fetch(request_iterator, context):
-            yield response

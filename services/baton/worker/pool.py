@@ -7,6 +7,8 @@ from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.kvcache.kv_pool import PagePool, PoolLayout
@@ -78,6 +80,22 @@ def make_pool(
         nixl=_register(pages) if "nixl" in kinds else None,
     )
     return pool, published
+
+
+def byte_pool(
+    num_pages: int, page_bytes: int, kinds: tuple[str, ...], incarnation: int
+) -> tuple[npt.NDArray[np.uint8], PublishedPool]:
+    """A pool of this host's that has no layout, as [pages, page_bytes]: in shared memory if `shm` is one of
+    the kinds, and there is room."""
+    segment: Segment | None = None
+    if "shm" in kinds:
+        try:
+            segment = Segment.create(num_pages, page_bytes, incarnation)
+        except SegmentError as error:
+            _log.warning("pages are not offered in shared memory", error=str(error))
+    own = segment.pages if segment is not None else np.empty(num_pages * page_bytes, np.uint8).data
+    pages = HostPages(own, page_bytes)
+    return pages.rows(), PublishedPool(pages, _where(segment, num_pages), segment, None, kinds)
 
 
 def gpu_pool(layout: PoolLayout, num_pages: int, device: torch.device, shard: Shard) -> PagePool:

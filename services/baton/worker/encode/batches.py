@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
 from baton.engine.image_spans import ImageSource, ImageSpan
-from baton.engine.images import EmbeddingCache, EncodeCounters, encode
+from baton.engine.images import EncodeCounters, encode
+from baton.kvcache.page_allocator import OutOfPages
 from baton.models.decoder import VisionTower
-from baton.rpc.errors import BatonError, internal
+from baton.rpc.errors import BatonError, exhausted, internal
 from baton.rpc.logs import get_logger
 from baton.tracing.recorder import EventKind
 from baton.v1 import node_pb2
+from baton.worker.encode.pool import EmbeddingLease, EmbeddingPool
 from baton.worker.images.contents import ImageContents, Spawn
 from baton.worker.images.picture_client import Pixels
 from baton.worker.load import add_encoding
@@ -30,23 +32,28 @@ Note = Callable[[EventKind, int, int], None]
 """Records for somebody who asks: a kind of event, its number and size."""
 
 
+def _no_room() -> BatonError:
+    return exhausted("the embeddings of images that are being copied leave no room for others", "NO_PAGES")
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     image: ImageSpan
     pixels: Pixels
     notes: list[Note]
     """Of all who ask for the image; more may come."""
-    done: asyncio.Future[torch.Tensor]
+    done: asyncio.Future[None]
+    """Its embeddings are in the pool."""
 
 
 class EncodeBatches:
     """An image that several want at a time is encoded once."""
 
     def __init__(
-        self, tower: VisionTower, cache: EmbeddingCache, contents: ImageContents, spawn: Spawn
+        self, tower: VisionTower, pool: EmbeddingPool, contents: ImageContents, spawn: Spawn
     ) -> None:
-        self._tower, self._cache, self._contents, self._spawn = tower, cache, contents, spawn
-        self._running: dict[tuple[bytes, ImageSource], asyncio.Task[torch.Tensor | BatonError]] = {}
+        self._tower, self._pool, self._contents, self._spawn = tower, pool, contents, spawn
+        self._running: dict[tuple[bytes, ImageSource], asyncio.Task[BatonError | None]] = {}
         self._notes: dict[tuple[bytes, ImageSource], list[Note]] = {}
         self._waiting: list[_Waiting] = []
         self._batch: list[_Waiting] = []
@@ -55,37 +62,39 @@ class EncodeBatches:
         self._encoding = False
         self.counters = EncodeCounters()
 
-    async def embeddings(
-        self, image: ImageSpan, source: ImageSource, seconds: float, note: Note
-    ) -> torch.Tensor:
-        """[parts, tokens, values], on the host. Raises BatonError."""
-        rows = self._cache.get(image.digest)
-        if rows is not None and rows.shape[1] == image.tokens:
+    async def lend(self, image: ImageSpan, source: ImageSource, seconds: float, note: Note) -> EmbeddingLease:
+        """Its embeddings. To be given back to the pool. Raises BatonError."""
+        lease = self._pool.lend(image)
+        if lease is not None:
             self.counters.hits += 1
             note(EventKind.ENCODE_ENDED, image.tokens, 0)
-            return rows
+            return lease
         key = image.digest, source
         self._notes.setdefault(key, []).append(note)
         if key not in self._running:
             self._running[key] = self._spawn(self._make(image, source, seconds), "image")
-        found = await asyncio.shield(self._running[key])
-        if isinstance(found, BatonError):
-            raise found
-        return found
+        error = await asyncio.shield(self._running[key])
+        if error is not None:
+            raise error
+        lease = self._pool.lend(image)
+        if lease is None:
+            raise _no_room()
+        return lease
 
-    async def _make(self, image: ImageSpan, source: ImageSource, seconds: float) -> torch.Tensor | BatonError:
+    async def _make(self, image: ImageSpan, source: ImageSource, seconds: float) -> BatonError | None:
         try:
             content = (await self._contents.of([image], source, seconds))[image.digest]
-            if isinstance(content, torch.Tensor):
-                return content
-            done: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
+            assert not isinstance(content, torch.Tensor)
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(_Waiting(image, content, self._notes[image.digest, source], done))
             if not self._encoding:
                 self._encoding = True
                 self._spawn(self._encode(), "encoding")
-            return await done
+            await done
         except BatonError as error:
             return error
+        else:
+            return None
         finally:
             del self._running[image.digest, source], self._notes[image.digest, source]
 
@@ -106,13 +115,22 @@ class EncodeBatches:
                     for each in batch:
                         each.done.set_exception(failed)
                     continue
-                for each, rows in zip(batch, made, strict=True):
-                    self._cache.add(each.image.digest, rows)
-                    for note in each.notes:
-                        note(EventKind.ENCODE_ENDED, each.image.tokens, 0)
-                    each.done.set_result(rows)
+                for each, embeddings in zip(batch, made, strict=True):
+                    await self._store(each, embeddings)
         finally:
             self._encoding, self._batch = False, []
+
+    async def _store(self, each: _Waiting, embeddings: torch.Tensor) -> None:
+        try:
+            stored = self._pool.take(each.image.digest, embeddings)
+        except OutOfPages:
+            each.done.set_exception(_no_room())
+            return
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._pool.write, stored, embeddings)
+        self._pool.keep(stored)
+        for note in each.notes:
+            note(EventKind.ENCODE_ENDED, each.image.tokens, 0)
+        each.done.set_result(None)
 
     def _take(self) -> list[_Waiting]:
         count, tokens = 0, 0
@@ -135,6 +153,8 @@ class EncodeBatches:
 
     def add_to(self, load: node_pb2.Load) -> None:
         load.waiting, load.running = self.images - len(self._batch), len(self._batch)
+        load.leases = self._pool.leases
+        load.pages.CopyFrom(node_pb2.PageCounts(**asdict(self._pool.counts())))
         load.queued_tokens = sum(each.image.tokens for each in (*self._waiting, *self._batch))
         add_encoding(load, self.counters)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
 from typing import Any
 
 import grpc.aio
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.config import EncodeConfig
@@ -26,23 +26,31 @@ from baton.rpc.message_size import PIECE_BYTES
 from baton.rpc.node import run_node
 from baton.rpc.tasks import Tasks
 from baton.tracing.recorder import EventKind, Recorder
-from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc, node_pb2
+from baton.transport import check_kinds, reap_orphans
+from baton.transport.grpc import PageSourceServicer
+from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.encode.batches import EncodeBatches, Note
+from baton.worker.encode.pool import EmbeddingLease, EmbeddingPool
 from baton.worker.images.contents import ImageContents
 from baton.worker.images.spans import check_spans, spans_from
 from baton.worker.model import device_of, dtype_of, use_device
+from baton.worker.pool import PublishedPool, byte_pool
 
 POLL_SECONDS = 0.02
 IMAGE_SECONDS = 30.0
 """The longest that an image may take whose caller names no limit."""
 MOST_TOKENS = 2**18
 """Of an image."""
+PAGE_TOKENS = 16
+"""Whose embeddings a page has room for."""
 
 
 class EncodeNode(encode_pb2_grpc.EncodeServicer):
     """The encode process, as run_node runs it."""
 
     role = "encode"
+    pool: EmbeddingPool
+    _published: PublishedPool
 
     def __init__(self, config: EncodeConfig) -> None:
         self.config = config
@@ -55,6 +63,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         self._incarnation = new_incarnation()
         self._registration: Registration | None = None
         self._contents: ImageContents | None = None
+        self._page_source = PageSourceServicer()
         self._tower = ""
         self._numbers = count(1)
         """Of the images that are asked for."""
@@ -62,7 +71,9 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         encode_pb2_grpc.add_EncodeServicer_to_server(self, server)
-        return [encode_pb2.DESCRIPTOR.services_by_name["Encode"].full_name]
+        prefill_pb2_grpc.add_PageSourceServicer_to_server(self._page_source, server)
+        services = {**encode_pb2.DESCRIPTOR.services_by_name, **prefill_pb2.DESCRIPTOR.services_by_name}
+        return [services[name].full_name for name in ("Encode", "PageSource")]
 
     async def start(self, address: str) -> None:
         self.address = address
@@ -79,9 +90,16 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
             )
         except CheckpointError as error:
             raise failed_precondition(str(error), "CHECKPOINT") from error
-        cache = EmbeddingCache(config.embeddings_mib * 2**20)
-        self._contents = ImageContents(tower, cache, self.cluster.dial, self.tasks.spawn)
-        self.batches = EncodeBatches(tower, cache, self._contents, self.tasks.spawn)
+        page_bytes = PAGE_TOKENS * tower.values * tower.dtype.itemsize
+        pages = max(1, config.embeddings_mib * 2**20 // page_bytes)
+        reap_orphans()
+        rows, self._published = await asyncio.to_thread(
+            byte_pool, pages, page_bytes, check_kinds(config.transports), self._incarnation
+        )
+        self._page_source.pages = self._published.pages
+        self.pool = EmbeddingPool(rows, self._published.generations, time.monotonic)
+        self._contents = ImageContents(tower, EmbeddingCache(0), self.cluster.dial, self.tasks.spawn)
+        self.batches = EncodeBatches(tower, self.pool, self._contents, self.tasks.spawn)
         self._info.name = model_name(config.model)
         self._info.dtype = str(tower.dtype).removeprefix("torch.")
         self._registration = register(config, self.role, self._incarnation, address)
@@ -89,21 +107,62 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
     async def Run(
         self, request: encode_pb2.EncodeImageRequest, context: Any
     ) -> AsyncIterator[encode_pb2.EmbeddingPiece]:
+        async with self._lease(request, context) as lease:
+            data, (parts, tokens, values) = self.pool.read(lease), lease.stored.shape
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = encode_pb2.EmbeddingPiece(data=data[at : at + PIECE_BYTES])
+            if not at:
+                piece.parts, piece.tokens, piece.values = parts, tokens, values
+                piece.dtype = self._info.dtype
+            yield piece
+
+    async def Lend(
+        self, request_iterator: AsyncIterator[encode_pb2.LendRequest], context: Any
+    ) -> AsyncIterator[encode_pb2.LendResponse]:
+        first = await anext(request_iterator, None)
+        if first is None or first.WhichOneof("kind") != "image":
+            raise invalid("kind", "the first message on Encode.Lend sets `image`")
+        async with self._lease(first.image, context) as lease:
+            parts, tokens, values = lease.stored.shape
+            ready = encode_pb2.EmbeddingsReady(
+                parts=parts,
+                tokens=tokens,
+                values=values,
+                dtype=self._info.dtype,
+                endpoints=self._published.endpoints(),
+                page_bytes=self._published.pages.page_bytes,
+                page_ids=lease.stored.pages,
+                generations=lease.generations,
+            )
+            yield encode_pb2.LendResponse(ready=ready)
+            second = await anext(request_iterator, None)
+            if second is None or second.WhichOneof("kind") != "release":
+                raise invalid("kind", "the second message on Encode.Lend sets `release`")
+            released = encode_pb2.EmbeddingsReleased(stood=lease.stood)
+            yield encode_pb2.LendResponse(released=released)
+
+    @asynccontextmanager
+    async def _lease(
+        self, request: encode_pb2.EncodeImageRequest, context: Any
+    ) -> AsyncIterator[EmbeddingLease]:
+        """Recorded. Raises BatonError."""
         name, number = request.attempt, next(self._numbers)
         if request.traceparent:
             self.recorder.begin_span(
                 name.gateway, name.request, number, operation="encode", traceparent=request.traceparent
             )
         self._note(name, number, EventKind.RECEIVED)
-        end = "cancelled"
+        end, lease = "cancelled", None
         try:
-            async for piece in self._run(request, context, partial(self._note, name, number)):
-                yield piece
+            lease = await self._embeddings(request, context, partial(self._note, name, number))
+            yield lease
             end = "finished"
         except BatonError as error:
             end = error.reason
             raise
         finally:
+            if lease is not None:
+                self.pool.give_back(lease)
             self._note(name, number, EventKind.ENDED, text=end)
 
     def _note(
@@ -120,9 +179,9 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
             attempt = (name.gateway, name.request, name.attempt, name.decode_try)
             self.recorder.add(kind, *attempt, number=number, size=size, step=image, text=text)
 
-    async def _run(
+    async def _embeddings(
         self, request: encode_pb2.EncodeImageRequest, context: Any, note: Note
-    ) -> AsyncIterator[encode_pb2.EmbeddingPiece]:
+    ) -> EmbeddingLease:
         if self.draining or self.batches is None:
             raise unavailable("this node is draining; encode the image elsewhere", "DRAINING")
         if request.tower != self._tower:
@@ -135,14 +194,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         left = context.time_remaining()
         (span,) = spans_from([image])
         seconds = IMAGE_SECONDS if left is None else left
-        rows = await self.batches.embeddings(span, ImageSource(request.pictures), seconds, note)
-        data: npt.NDArray[np.uint8] = rows.view(torch.uint8).numpy().reshape(-1)
-        for at in range(0, len(data), PIECE_BYTES):
-            piece = encode_pb2.EmbeddingPiece(data=data[at : at + PIECE_BYTES].tobytes())
-            if not at:
-                piece.parts, piece.tokens, piece.values = rows.shape
-                piece.dtype = self._info.dtype
-            yield piece
+        return await self.batches.lend(span, ImageSource(request.pictures), seconds, note)
 
     async def drain(self, seconds: float) -> int:
         self.draining = True
@@ -160,6 +212,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
             await self._contents.close()
         if self.batches is not None:
             self.batches.close()
+            self._published.close()
 
     def info(self) -> node_pb2.NodeInfo:
         info = node_pb2.NodeInfo(incarnation=self._incarnation)

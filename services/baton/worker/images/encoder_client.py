@@ -1,23 +1,25 @@
-"""Pulls embeddings of images from encode nodes: Encode.Run."""
+"""Pulls embeddings of images from encode nodes: Encode.Lend."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.engine.image_spans import ImageSource, ImageSpan
 from baton.handoff.messages import AttemptName
 from baton.models.decoder import VisionTower
 from baton.rpc.channel import Dial
-from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error
+from baton.rpc.client_stream import ClientStream
+from baton.rpc.errors import BatonError, deadline_exceeded, failed_precondition, unavailable
 from baton.rpc.logs import get_logger
 from baton.tracing.recorder import EventKind, Recorder
+from baton.transport import HostPages, TransportError, open_receiver
 from baton.v1 import encode_pb2, encode_pb2_grpc
 from baton.worker.convert import name_to
 from baton.worker.images.channels import Channels
@@ -31,6 +33,7 @@ AVOID_SECONDS = 5.0
 """A node that has failed is not asked for so long."""
 
 _log = get_logger()
+_Call = ClientStream[encode_pb2.LendRequest, encode_pb2.LendResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,16 @@ NOBODY = Asker(AttemptName(0, 0, 0, 0))
 
 class EncoderClient:
     def __init__(
-        self, dial: Dial, tower: VisionTower, name: str, device: torch.device, recorder: Recorder
+        self,
+        dial: Dial,
+        tower: VisionTower,
+        name: str,
+        device: torch.device,
+        kinds: Sequence[str],
+        recorder: Recorder,
     ) -> None:
-        """`tower`: of this worker; `name`: tower_fingerprint."""
+        """`tower`: of this worker; `name`: tower_fingerprint; `kinds`: of transports, best first."""
+        self._dial, self._kinds = dial, kinds
         self._recorder = recorder
         self._channels = Channels(dial)
         self._values, self._dtype = tower.values, tower.dtype
@@ -65,11 +75,12 @@ class EncoderClient:
             if time.monotonic() - self._failed.get(address, -AVOID_SECONDS) < AVOID_SECONDS:
                 continue
             try:
-                return await self._run(address, image, source.pictures, asker)
-            except grpc.RpcError as failure:
-                error = from_rpc_error(failure)
+                async with asyncio.timeout(RUN_SECONDS):
+                    return await self._run(address, image, source.pictures, asker)
             except BatonError as failure:
                 error = failure
+            except TimeoutError:
+                error = deadline_exceeded(f"no embeddings within {RUN_SECONDS:g} s")
             if error.reason in NOT_THE_NODES:
                 return None
             self._failed[address] = time.monotonic()
@@ -78,9 +89,7 @@ class EncoderClient:
 
     async def _run(self, address: str, image: ImageSpan, pictures: str, asker: Asker) -> torch.Tensor:
         self._recorder.add(EventKind.ENCODE_ASKED, *asker.name, number=image.tokens, text=address)
-        channel, tokens = await self._channels.to(address), image.rows * image.columns
-        parts, at = torch.empty(tokens * self._values, dtype=self._dtype), 0
-        whole: npt.NDArray[np.uint8] = parts.view(torch.uint8).numpy()
+        channel = await self._channels.to(address)
         (message,) = images_to([image])
         asked = encode_pb2.EncodeImageRequest(
             image=message,
@@ -89,21 +98,53 @@ class EncoderClient:
             attempt=name_to(asker.name),
             traceparent=asker.trace,
         )
-        shape: tuple[int, int, int] | None = None
-        async for piece in encode_pb2_grpc.EncodeStub(channel).Run(asked, timeout=RUN_SECONDS):
-            if shape is None:
-                shape = piece.parts, piece.tokens, piece.values
-                right = (tokens, self._values, str(self._dtype).removeprefix("torch."))
-                if (piece.tokens, piece.parts * piece.values, piece.dtype) != right:
-                    raise failed_precondition(f"embeddings of another shape came: {shape}", "PROTOCOL")
-            end = at + len(piece.data)
-            if end > len(whole):
-                raise failed_precondition("more embeddings came than were announced", "PROTOCOL")
-            whole[at:end] = np.frombuffer(piece.data, np.uint8)
-            at = end
-        if shape is None or at < len(whole):
-            raise failed_precondition("embeddings came in part only", "PROTOCOL")
-        return parts.view(shape).to(self._device)
+        call = _Call(encode_pb2_grpc.EncodeStub(channel).Lend(timeout=RUN_SECONDS))
+        try:
+            await call.write(encode_pb2.LendRequest(image=asked))
+            ready = (await self._read(call, "ready")).ready
+            embeddings = await self._pull(address, ready, image)
+            await call.write(encode_pb2.LendRequest(release=encode_pb2.EmbeddingsRelease()))
+            if not (await self._read(call, "released")).released.stood:
+                raise unavailable(
+                    "the pages of the embeddings were reused while they were copied", "LEASE_LOST"
+                )
+            return embeddings
+        finally:
+            call.cancel()
+
+    async def _read(self, call: _Call, kind: str) -> encode_pb2.LendResponse:
+        answer = await call.read()
+        if answer is grpc.aio.EOF or answer.WhichOneof("kind") != kind:
+            raise failed_precondition(f"an encode node did not say {kind}", "PROTOCOL")
+        found: encode_pb2.LendResponse = answer
+        return found
+
+    async def _pull(self, address: str, ready: encode_pb2.EmbeddingsReady, image: ImageSpan) -> torch.Tensor:
+        """Into memory of the image's own. Raises BatonError if a page was reused before it was copied."""
+        size = image.tokens * self._values * self._dtype.itemsize
+        right = (image.tokens, self._values, str(self._dtype).removeprefix("torch."))
+        pages, per_page = list(ready.page_ids), ready.page_bytes
+        if (ready.tokens, ready.parts * ready.values, ready.dtype) != right:
+            shape = [ready.parts, ready.tokens, ready.values]
+            raise failed_precondition(f"embeddings of another shape came: {shape}", "PROTOCOL")
+        if not per_page or len(pages) != -(-size // per_page) or len(pages) != len(ready.generations):
+            text = f"{len(pages)} pages of {per_page} bytes were named for {size} bytes of embeddings"
+            raise failed_precondition(text, "PROTOCOL")
+        memory = torch.empty(len(pages) * per_page, dtype=torch.uint8)
+        local = HostPages(memory.numpy().data, per_page)
+        try:
+            opened = await open_receiver(ready.endpoints, local, self._kinds, address, dial=self._dial)
+            receiver = opened.receiver
+            try:
+                await receiver.pull([(page, number) for number, page in enumerate(pages)])
+                generations = receiver.generations(pages)
+            finally:
+                await receiver.close()
+        except TransportError as error:
+            raise unavailable(f"embeddings cannot be pulled: {error}", "PULL_FAILED") from error
+        if generations is not None and generations != list(ready.generations):
+            raise unavailable("embeddings were overwritten before they had been copied", "STALE_PAGES")
+        return memory[:size].view(self._dtype).view(ready.parts, ready.tokens, ready.values).to(self._device)
 
     async def close(self) -> None:
         await self._channels.close()

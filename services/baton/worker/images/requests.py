@@ -29,7 +29,7 @@ class ImageRequests:
     def of_engine(cls, node: WorkerShell[Any], engine: Engine, dial: Dial) -> ImageRequests:
         assert engine.images is not None
         images = engine.images
-        encoders = EncoderClient(dial, images.tower, engine.tower, engine.device, node.recorder)
+        encoders = EncoderClient(dial, images.tower, engine.tower, engine.device, engine.kinds, node.recorder)
         return cls(node, ImageContents(images.tower, images.cache, dial, node.spawn, encoders))
 
     def want(self, request: EngineRequest, images: Sequence[ImageSpan]) -> None:
