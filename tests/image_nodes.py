@@ -20,6 +20,7 @@ from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, pictures_pb2, pict
 from baton.worker.decode.server import DecodeNode
 from baton.worker.encode.server import EncodeNode
 from baton.worker.prefill.server import PrefillNode
+from baton.worker.process import WorkerProcess
 from vision_models import IMAGE_TOKEN, MERGE, PATCH, processor
 
 SIDE = PATCH * MERGE
@@ -185,7 +186,8 @@ async def running(path, *, prefill=1, decode=1, encode=0, prefill_options=(), de
         cluster.encode += [EncodeNode(config) for _ in range(encode)]
         for node in [*cluster.encode, *cluster.nodes]:
             ready, own = asyncio.Event(), asyncio.Event() if node in cluster.encode else stop
-            tasks.append(asyncio.create_task(run_node(node, node.config, ready=ready, stop=own)))
+            process = node if isinstance(node, EncodeNode) else WorkerProcess(node)
+            tasks.append(asyncio.create_task(run_node(process, node.config, ready=ready, stop=own)))
             await asyncio.wait_for(ready.wait(), 60)
             if node in cluster.encode:
                 cluster.stops[node.address] = own

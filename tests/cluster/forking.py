@@ -46,8 +46,7 @@ IMPORTED = (
     "baton.cli.bench_step",
     "baton.api.server",
     "baton.tokenizer.server",
-    "baton.worker.prefill.server",
-    "baton.worker.decode.server",
+    "baton.worker.process",
     "transformers.models.auto.configuration_auto",
     "transformers.models.auto.tokenization_auto",
     # By the first model that needs it: 1.3 s, as much as all of transformers above.

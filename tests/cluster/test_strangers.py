@@ -129,6 +129,7 @@ def test_strangers_call_nothing(up: Up) -> None:
             node = node_pb2_grpc.NodeStub(channel)
             refused(lambda node=node: node.GetInfo(node_pb2.GetInfoRequest(), timeout=60))  # memory handles
             refused(lambda node=node: node.Drain(node_pb2.DrainRequest(), timeout=60))
+            refused(lambda node=node: node.SetRole(node_pb2.SetRoleRequest(role="decode"), timeout=60))
     with grpc.insecure_channel(up.address("prefill-0")) as channel:
         stub = prefill_pb2_grpc.PrefillStub(channel)
         refused(lambda: next(stub.Run(iter([hello, release]), timeout=60)))

@@ -15,6 +15,7 @@ from baton.rpc.node import EXIT_BROKEN, run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.worker.decode.server import DecodeNode
 from baton.worker.prefill.server import PrefillNode
+from baton.worker.process import WorkerProcess
 
 
 class Broken:
@@ -38,7 +39,7 @@ class Broken:
 
 async def started(node):
     ready = asyncio.Event()
-    task = asyncio.create_task(run_node(node, node.config, ready=ready, stop=asyncio.Event()))
+    task = asyncio.create_task(run_node(WorkerProcess(node), node.config, ready=ready, stop=asyncio.Event()))
     await asyncio.wait_for(ready.wait(), 60)
     node.steps._pipeline._runner = Broken(node.engine.runner)
     return task, node.steps._pipeline._runner

@@ -70,6 +70,9 @@ class Everything(
         names = ("Tokenizer", "Prefill", "PageSource", "Decode", "Cache")
         return [f"baton.v1.{name}" for name in names]
 
+    async def set_role(self, role, seconds):
+        return node_pb2.SetRoleResponse()
+
     async def Run(self, requests, context):
         async for message in requests:
             self.seen.append(message.WhichOneof("kind"))
@@ -116,6 +119,7 @@ def calls(channel):
         "GetInfo": lambda **o: node.GetInfo(node_pb2.GetInfoRequest(), **o),
         "GetLoad": lambda **o: node.GetLoad(node_pb2.GetLoadRequest(), **o),
         "Drain": lambda **o: node.Drain(node_pb2.DrainRequest(timeout_ms=1), **o),
+        "SetRole": lambda **o: node.SetRole(node_pb2.SetRoleRequest(role="decode"), **o),
         "reflection": lambda **o: first(
             reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([listing]), **o)
         ),

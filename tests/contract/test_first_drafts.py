@@ -17,6 +17,7 @@ from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker.decode.drafters import ORACLE
 from baton.worker.decode.server import DecodeNode
 from baton.worker.prefill.server import PrefillNode
+from baton.worker.process import WorkerProcess
 
 HIDDEN, VOCAB, INNER = 256, 4096, 512
 """Of the demo model, and of heads for it."""
@@ -28,7 +29,7 @@ PROMPT = [*range(40, 70)] * 2
 @asynccontextmanager
 async def running(node):
     ready, stop = asyncio.Event(), asyncio.Event()
-    task = asyncio.create_task(run_node(node, node.config, ready=ready, stop=stop))
+    task = asyncio.create_task(run_node(WorkerProcess(node), node.config, ready=ready, stop=stop))
     await asyncio.wait_for(ready.wait(), 60)
     try:
         yield node

@@ -114,6 +114,7 @@ async def test_what_stays_open_tells_nothing(tmp_path):
             # A client's key neither looks at the deployment nor drains it.
             for metadata in (bearer(None), bearer(ALICE), ((HEADER, SECRET[:-1] + "x"),)):
                 for call in (node.GetInfo(node_pb2.GetInfoRequest(), metadata=metadata),
+                             node.SetRole(node_pb2.SetRoleRequest(role="decode"), metadata=metadata),
                              node.Drain(node_pb2.DrainRequest(timeout_ms=1), metadata=metadata)):  # fmt: skip
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
                         await call

@@ -57,6 +57,7 @@ BOUNDED = {
     "Node.GetLoad": "counters",
     "Node.Watch": "a load, and at most 65,536 cells of a map",
     "Node.Drain": "two numbers",
+    "Node.SetRole": "three numbers",
     "PageSource.Fetch": "pieces of 1 MiB",
     "Cache.Lend": "the pages of one prompt",
 }
@@ -288,13 +289,14 @@ async def watch_cache():
         tier.held.update(held)
     node = SimpleNamespace(
         incarnation=3,
+        role="prefill",
         observed=0.0,
         load=node_pb2.Load,
         loop=asyncio.get_running_loop(),
         steps=SimpleNamespace(call=lambda what: None),
         layout=SimpleNamespace(page_size=16),
     )
-    servicer = CacheServicer(node, SimpleNamespace())
+    servicer = CacheServicer(node)
     servicer._log = log
     servicer._follow = lambda: log
     view = CacheView()

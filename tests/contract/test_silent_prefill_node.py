@@ -13,6 +13,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.node import run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from baton.worker.decode.server import DecodeNode
+from baton.worker.process import WorkerProcess
 
 HANDOFF_SECONDS = 6.0
 """Long enough for some heartbeats, of one a second."""
@@ -40,7 +41,7 @@ async def test_its_connection_is_opened_anew_and_its_prompts_go_on():
     made = {"http_port": 0, "kv_tokens": 2048, "threads": 1, "transports": ("grpc",)}
     node = DecodeNode(DecodeConfig(**made, handoff_seconds=HANDOFF_SECONDS))
     ready, stop = asyncio.Event(), asyncio.Event()
-    task = asyncio.create_task(run_node(node, node.config, ready=ready, stop=stop))
+    task = asyncio.create_task(run_node(WorkerProcess(node), node.config, ready=ready, stop=stop))
     await asyncio.wait_for(ready.wait(), 60)
     mute, server = Mute(node), grpc.aio.server()
     prefill_pb2_grpc.add_PrefillServicer_to_server(mute, server)

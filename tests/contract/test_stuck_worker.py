@@ -18,6 +18,7 @@ from baton.rpc.node import run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.worker.decode.server import DecodeNode
 from baton.worker.prefill.server import PrefillNode
+from baton.worker.process import WorkerProcess
 
 pytestmark = pytest.mark.times
 
@@ -59,7 +60,7 @@ async def running(role: str, stuck_seconds: float, step_seconds: float = 0.0, de
     made |= {"stuck_seconds": stuck_seconds, "overlap": device}
     node = DecodeNode(DecodeConfig(**made)) if role == "decode" else PrefillNode(PrefillConfig(**made))
     ready, stop = asyncio.Event(), asyncio.Event()
-    task = asyncio.create_task(run_node(node, node.config, ready=ready, stop=stop))
+    task = asyncio.create_task(run_node(WorkerProcess(node), node.config, ready=ready, stop=stop))
     await asyncio.wait_for(ready.wait(), 60)
     wedge = node.steps._pipeline._runner = Wedge(node.engine.runner, step_seconds, device)
     try:

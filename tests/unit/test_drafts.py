@@ -186,7 +186,7 @@ def test_metrics_tell_drafts_by_drafter_and_place():
     engine.run()
     load = snapshot(engine.scheduler, 0)
     assert (r.drafted_tokens, r.accepted_drafts) == (load.drafted_tokens, load.accepted_drafts)
-    collector = LoadCollector("decode", lambda: load, node_pb2.NodeInfo)
+    collector = LoadCollector(lambda: "decode", lambda: load, node_pb2.NodeInfo)
     drafts = next(each for each in collector.collect() if each.name == "baton_drafts")
     counts = {(s.labels["place"], s.labels["outcome"]): s.value for s in drafts.samples}
     assert {s.labels["drafter"] for s in drafts.samples} == {"oracle"}

@@ -138,8 +138,8 @@ def test_callers_are_told_before_a_lost_rank_ends_the_process(monkeypatch):
     processes."""
     monkeypatch.setattr("baton.worker.node.LOST_SECONDS", 0.01)
     node, said = DecodeNode(DecodeConfig(model="demo")), []
-    node.engine = SimpleNamespace(ranks=SimpleNamespace(failed=lambda error: True))
-    monkeypatch.setattr(node, "_end", lambda: said.append("ended"))
+    node.engine = SimpleNamespace(ranks=SimpleNamespace(failed=lambda error: True), failing=False)
+    monkeypatch.setattr(node, "end_process", lambda: said.append("ended"))
 
     def tell(error):
         node._rank_lost(1, -signal.SIGKILL)  # meanwhile
@@ -149,7 +149,8 @@ def test_callers_are_told_before_a_lost_rank_ends_the_process(monkeypatch):
     node._crashed(RanksLost("another rank is lost", by_step=True))
     assert said == ["told", "ended"]
     idle = DecodeNode(DecodeConfig(model="demo"))
-    monkeypatch.setattr(idle, "_end", lambda: said.append("ended"))
+    idle.engine = SimpleNamespace(failing=False)
+    monkeypatch.setattr(idle, "end_process", lambda: said.append("ended"))
     idle._rank_lost(1, -signal.SIGKILL)
     assert said == ["told", "ended", "ended"], "without a step that fails, the loss itself ends it"
 

@@ -66,6 +66,7 @@ COMMANDS: Commands = {
     },
     "Inspect": {
         "status": ("status:status", "Every process of a running deployment, with health and load."),
+        "role": ("role:role", "Make a prefill node a decode node, or the other way round."),
         "top": ("top:top", "The same live: rates, processes, the latest requests."),
         "trace": ("trace:trace", "Where requests waited: their phases through all processes."),
         "probe": ("probe:probe", "One small request through a running deployment, as an exit code."),

@@ -15,7 +15,7 @@ import click
 
 from baton.cli.config_fields import ROLES, build
 from baton.cli.options import SectionedCommand, config_file_option, config_options
-from baton.config import WorkerConfig
+from baton.config import NodeConfig, WorkerConfig
 
 GRACE_SECONDS = 5.0
 """From SIGTERM, at the supervisor's end, to SIGKILL. SIGTERM lets the process remove its shared memory."""
@@ -35,12 +35,12 @@ def hold_lifeline(grace_seconds: float = GRACE_SECONDS) -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-PACKAGES = {
-    "gateway": "baton.api",
-    "tokenizer": "baton.tokenizer",
-    "prefill": "baton.worker.prefill",
-    "decode": "baton.worker.decode",
-    "encode": "baton.worker.encode",
+MODULES = {
+    "gateway": "baton.api.server",
+    "tokenizer": "baton.tokenizer.server",
+    "prefill": "baton.worker.process",
+    "decode": "baton.worker.process",
+    "encode": "baton.worker.encode.server",
 }
 DEFAULT_PORTS = {
     "gateway": (50050, 8000),
@@ -108,6 +108,14 @@ def serve() -> None:
     """
 
 
+def of_other_role(role: str, config_file: Any) -> NodeConfig:
+    """What environment and file say of the role that the worker may be given later."""
+    other = "prefill" if role == "decode" else "decode"
+    command, arguments = serve.commands[other], ["--config", str(config_file)] if config_file else []
+    context = command.make_context(other, arguments)
+    return build(ROLES[other], context.params, {})
+
+
 def _add(role: str) -> None:
     config = ROLES[role]
     port, http_port = DEFAULT_PORTS[role]
@@ -132,9 +140,11 @@ def _add(role: str) -> None:
             from baton.worker.ranks.hosts import serve_host
 
             sys.exit(serve_host(settings, role))
-        process = importlib.import_module(f"{PACKAGES[role]}.server")
+        process = importlib.import_module(MODULES[role])
         from baton.rpc.node import run_process
 
+        if isinstance(settings, WorkerConfig):
+            sys.exit(run_process(process.serve(settings, of_other_role(role, config_file))))
         sys.exit(run_process(process.serve(settings)))
 
 

@@ -198,6 +198,7 @@ class StepLoop(Generic[C]):
         is not tried again: if the device is broken, the next step fails. `spare` is called there every
         TICK_SECONDS while no step is to be run, with a function that says whether there is something to
         do after all."""
+        self.core = core
         self._pipeline = StepPipeline(core, runner, overlap, clock)
         self._clock = clock
         self._crashed = crashed
@@ -234,12 +235,18 @@ class StepLoop(Generic[C]):
         self._wake.set()
 
     def stop(self, timeout: float = 10.0) -> bool:
-        """Ends the thread after the step in flight; False if it did not end in time."""
+        """Ends the thread after the step in flight; False if it did not end in time. Calls that it has not
+        made are made by `finish_calls`."""
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def finish_calls(self) -> None:
+        """Makes the calls that came too late for the thread, which has ended. Nothing is flushed any more."""
+        assert not self._thread.is_alive()
+        self._pipeline._take_calls()
 
     def _run(self) -> None:
         try:

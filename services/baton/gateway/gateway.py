@@ -106,7 +106,7 @@ class Gateway(GatewayShell):
         return await self._pictures_server.address(peer)
 
     def follow_load(self, address: str) -> asyncio.Task[Any]:
-        watch = CacheWatch(address, self.router, self.dial)
+        watch = CacheWatch(address, self.router, self.dial, self.nodes.told_role)
         return self._tasks.spawn(keep_connected(watch.connect), f"cache of {address}")
 
     def ended(

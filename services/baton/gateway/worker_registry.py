@@ -23,6 +23,7 @@ from baton.rpc.logs import get_logger
 from baton.v1 import cache_pb2, cache_pb2_grpc, node_pb2
 
 ROLES = ("tokenizer", "decode", "prefill", "encode")
+WORKERS = ("decode", "prefill")
 UNKNOWN_SECONDS = 30.0
 """A node without the service is asked again after this time: it may have been replaced."""
 
@@ -53,6 +54,10 @@ class WorkerRegistry:
         self._accept = accept
         self._silence = config.silence_seconds
         self._following: dict[str, Cancellable] = {}
+        self._listed: dict[str, dict[str, None]] = {}
+        """Prefill and decode nodes: the roles that sources list each as, in their order."""
+        self._told: dict[str, str] = {}
+        """The role that a worker says it has."""
         etcd = Etcd.load(config)
         self._finders = [
             Finder(role, _addresses(config, role), etcd, partial(self._changed, role)) for role in ROLES
@@ -81,15 +86,11 @@ class WorkerRegistry:
         """Adds a node that requests may be sent to. Idempotent."""
         if role == "tokenizer":
             self.tokenizer.add(address)
-        elif role == "prefill" and address not in self.prefill:
-            self.prefill.append(address)
-            self._follow(address)
         elif role == "encode" and address not in self.encode:
             self.encode.append(address)
-        elif role == "decode" and address not in self.decode:
-            node = self.decode[address] = DecodeClient(address, self._silence, self._accept, self._runtime)
-            node.start()
-            self._follow(address)
+        elif role in WORKERS:
+            self._listed.setdefault(address, {})[role] = None
+            self._place(address)
 
     def remove(self, role: str, address: str) -> None:
         """Removes a node; its requests continue elsewhere. Idempotent.
@@ -98,24 +99,43 @@ class WorkerRegistry:
         """
         if role == "tokenizer":
             self.tokenizer.remove(address)
-        elif role == "prefill" and address in self.prefill:
-            self.prefill.remove(address)
-            self._forget(address)
         elif role == "encode" and address in self.encode:
             self.encode.remove(address)
-        elif role == "decode" and address in self.decode:
+        elif role in WORKERS and address in self._listed:
+            self._listed[address].pop(role, None)
+            if not self._listed[address]:
+                del self._listed[address]
+                self._told.pop(address, None)
+            self._place(address)
+
+    def told_role(self, address: str, role: str) -> None:
+        """The worker says what it is. That counts, whatever lists it; empty: it does not say."""
+        if role in WORKERS and address in self._listed and self._told.get(address) != role:
+            self._told[address] = role
+            self._place(address)
+
+    def _place(self, address: str) -> None:
+        """Uses a worker as what it says it is, else as what it is listed as; if nothing lists it, not at
+        all."""
+        listed = self._listed.get(address, {})
+        role = self._told.get(address, next(iter(listed), ""))
+        if role and address not in self._following:
+            self._following[address] = self._runtime.follow_load(address)
+        if role != "decode" and address in self.decode:
             node = self.decode.pop(address)
             node.leaving = True
             node.lose(unavailable(f"decode node {address} was removed", "DECODE_LOST", 1000))
             self._runtime.spawn(node.close(), f"leave decode node {address}")
-            self._forget(address)
-
-    def _follow(self, address: str) -> None:
-        self._following[address] = self._runtime.follow_load(address)
-
-    def _forget(self, address: str) -> None:
-        self._following.pop(address).cancel()
-        self._router.forget(address)
+        if role != "prefill" and address in self.prefill:
+            self.prefill.remove(address)
+        if role == "prefill" and address not in self.prefill:
+            self.prefill.append(address)
+        if role == "decode" and address not in self.decode:
+            node = self.decode[address] = DecodeClient(address, self._silence, self._accept, self._runtime)
+            node.start()
+        if not role and address in self._following:
+            self._following.pop(address).cancel()
+            self._router.forget(address)
 
     def candidates(self, request: int, fingerprint: str) -> list[str]:
         """Decode nodes that could take the request now and serve the model it began with."""
@@ -151,6 +171,11 @@ class WorkerRegistry:
             if node.connected and node.info is not None:
                 peer.incarnation = node.info.incarnation
             yield peer
+        heard = set(self._router.heard())
+        yield from (
+            node_pb2.Peer(role="prefill", address=address, connected=address in heard)
+            for address in self.prefill
+        )
         yield from (node_pb2.Peer(role="encode", address=address) for address in self.encode)
 
 
@@ -163,8 +188,12 @@ def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:
 class CacheWatch:
     """Keeps the router's view of a node up to date. The view stays while the node cannot be reached."""
 
-    def __init__(self, address: str, router: Router, dial: Dial) -> None:
+    def __init__(
+        self, address: str, router: Router, dial: Dial, told_role: Callable[[str, str], None]
+    ) -> None:
+        """told_role: see WorkerRegistry."""
         self._address = address
+        self._told_role = told_role
         self._router = router
         self._dial = dial
         self._reason = ""
@@ -173,7 +202,7 @@ class CacheWatch:
         """One stream to its end. Returns whether an update came."""
         heard = self._router.view(self._address).heard
         try:
-            await _follow(self._address, self._router, self._dial)
+            await _follow(self._address, self._router, self._dial, self._told_role)
         except BatonError as error:
             followed = self._router.view(self._address).heard != heard
             if followed or error.reason != self._reason:
@@ -187,7 +216,7 @@ class CacheWatch:
         return False
 
 
-async def _follow(address: str, router: Router, dial: Dial) -> None:
+async def _follow(address: str, router: Router, dial: Dial, told_role: Callable[[str, str], None]) -> None:
     """One stream to its end. Raises BatonError."""
     view = router.view(address)
     async with dial(address) as channel:
@@ -200,6 +229,7 @@ async def _follow(address: str, router: Router, dial: Dial) -> None:
                 if update is grpc.aio.EOF:
                     raise unavailable(f"{address} closed the stream", "STREAM_CLOSED")
                 router.update(address, update)
+                told_role(address, update.role)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except TimeoutError:

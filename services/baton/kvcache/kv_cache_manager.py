@@ -136,6 +136,11 @@ class KvCacheManager:
         hold."""
         return content_digest(self.page_size, *self._tree.path_key(holding.node))
 
+    @property
+    def locks(self) -> int:
+        """How many sequences, leases and copies hold pages."""
+        return len(self._holdings)
+
     def observe(self, observer: TreeObserver | None, before: TreeObserver | None = None) -> None:
         """See PrefixTree.observe."""
         self._tree.observe(observer, before)

@@ -120,11 +120,18 @@ class LoadCollector(Collector):
     """Turns the Load that `snapshot` returns into metrics, at each scrape; no metrics if it raises."""
 
     def __init__(
-        self, role: str, snapshot: Callable[[], node_pb2.Load], info: Callable[[], node_pb2.NodeInfo]
+        self,
+        role: Callable[[], str],
+        snapshot: Callable[[], node_pb2.Load],
+        info: Callable[[], node_pb2.NodeInfo],
     ) -> None:
-        self._role = role
+        self._role_now = role
         self._snapshot = snapshot
         self._info = info
+
+    @property
+    def _role(self) -> str:
+        return self._role_now()
 
     def describe(self) -> list[Metric]:
         return []  # keeps registration from calling collect()

@@ -6,8 +6,7 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
@@ -31,6 +30,7 @@ from baton.rpc.health import HealthMonitor, HealthServicer, serves
 from baton.rpc.http_server import HttpServer, metrics_app
 from baton.rpc.interceptors import MalformedMessages, ReadinessInterceptor
 from baton.rpc.metrics import LoadCollector
+from baton.rpc.node_servicer import NodeServicer
 from baton.rpc.node_watch import HasPool, NodeWatches
 from baton.rpc.tasks import signals, unless
 from baton.rpc.trace_messages import recent
@@ -54,7 +54,8 @@ _log = logs.get_logger()
 class NodeProcess(Protocol):
     """The interface of a process to run_node."""
 
-    role: str
+    @property
+    def role(self) -> str: ...
 
     @property
     def recorder(self) -> Recorder: ...
@@ -114,7 +115,7 @@ async def run_node(
             print(f"baton {node.role}: {error}", file=sys.stderr, flush=True)
             return 2
     try:
-        shell = _Shell(
+        shell = ProcessShell(
             node,
             config,
             authentication or ClusterAuthentication(ClusterCredentials.load(config)),
@@ -188,7 +189,7 @@ def freeze_garbage_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-class _Shell:
+class ProcessShell:
     """The servers around a node."""
 
     def __init__(
@@ -233,7 +234,7 @@ class _Shell:
         """Binds both ports and serves health (NOT_SERVING), reflection and Node."""
         services = list(self._node.add_services(self._server))
         self._gate.guard(services)
-        node_pb2_grpc.add_NodeServicer_to_server(_NodeServicer(self), self._server)
+        node_pb2_grpc.add_NodeServicer_to_server(NodeServicer(self, self._node), self._server)
         services.append(node_pb2.DESCRIPTOR.services_by_name["Node"].full_name)
         self._health.add_to(self._server, services)
         reflection.add_to(self._server, [*services, HealthServicer.SERVICE])
@@ -250,7 +251,7 @@ class _Shell:
             _log.warning("callers are not authenticated", who=who, missing=missing)
         self.address = self._config.advertise or bound
         await self._server.start()
-        self._registry.register(LoadCollector(self._node.role, self.load, self._node.info))
+        self._registry.register(LoadCollector(lambda: self._node.role, self.load, self._node.info))
         if self._serve_http:
             self._start_http()
 
@@ -353,32 +354,6 @@ class _Shell:
         except Exception as error:
             return False, [f"the load is not known: {type(error).__name__}"]
         return self._health.serving and serves(load), [problem.message for problem in load.problems]
-
-
-class _NodeServicer(node_pb2_grpc.NodeServicer):
-    def __init__(self, shell: _Shell) -> None:
-        self._shell = shell
-
-    async def Watch(
-        self, request: node_pb2.WatchNodeRequest, context: Any
-    ) -> AsyncIterator[node_pb2.NodeState]:
-        async with aclosing(self._shell.watches.serve(request)) as states:
-            async for state in states:
-                yield state
-
-    async def GetInfo(self, request: node_pb2.GetInfoRequest, context: Any) -> node_pb2.NodeInfo:
-        return self._shell.info()
-
-    async def GetLoad(self, request: node_pb2.GetLoadRequest, context: Any) -> node_pb2.Load:
-        return self._shell.load()
-
-    async def Recent(self, request: trace_pb2.RecentRequest, context: Any) -> trace_pb2.RecentEvents:
-        return self._shell.recent(request)
-
-    async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:
-        milliseconds = request.timeout_ms if request.HasField("timeout_ms") else 30000
-        remaining = await self._shell.drain(milliseconds / 1000)
-        return node_pb2.DrainResponse(drained=remaining == 0, remaining=remaining)
 
 
 def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

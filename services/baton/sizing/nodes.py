@@ -110,7 +110,7 @@ class SizingNode(WorkerShell[C]):
         """For a gateway that knows the prefix tree up to this change; None: nothing of it."""
         while (event := self._changes.take()) is not None:
             self._tree.apply(event)
-        return cache_updates(self._tree, known, 1, self.load())
+        return cache_updates(self._tree, known, 1, "", self.load())
 
     def load(self) -> node_pb2.Load:
         load = snapshot(self.core.scheduler, self.core.requests)

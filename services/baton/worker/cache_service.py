@@ -1,21 +1,18 @@
-"""Serves Cache: a worker's prefix trees and load, watched (the shell around kvcache.kv_events) and lent
-(worker.sources)."""
+"""Serves Cache.Watch: a worker's prefix trees and load, watched (the shell around kvcache.kv_events)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from baton.kvcache import KvCacheManager
 from baton.kvcache.kv_events import HOST, POOL, TreeEvents, TreeLog
 from baton.rpc.errors import BatonError, abort, exhausted, unavailable
 from baton.rpc.tasks import wait_at_most
-from baton.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2
-from baton.worker.caller_stream import CallerStreams
-from baton.worker.lease_stream import LeaseStream
+from baton.v1 import cache_pb2, cache_pb2_grpc
 from baton.worker.load import cache_updates
 
 if TYPE_CHECKING:
@@ -35,9 +32,8 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     """Follows the trees while somebody watches. Lives on the event loop; the step thread only notes what
     happens, and digests are computed here."""
 
-    def __init__(self, node: WorkerNode[Any], borrowers: CallerStreams[LeaseStream]) -> None:
+    def __init__(self, node: WorkerNode[Any]) -> None:
         self._node = node
-        self._borrowers = borrowers
         self._log: TreeLog | None = None
         self._events: dict[int, TreeEvents] = {}
         """Of each tier's tree; none: they are not followed."""
@@ -47,7 +43,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
 
     async def Watch(
         self, request: cache_pb2.WatchRequest, context: Any
-    ) -> AsyncIterator[cache_pb2.CacheUpdate]:
+    ) -> AsyncGenerator[cache_pb2.CacheUpdate, None]:
         known = request.sequence if request.incarnation == self._node.incarnation else None
         try:
             with self._watching():
@@ -60,18 +56,14 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
                         or self._node.observed > sent
                         or now >= sent + SIGN_OF_LIFE_SECONDS
                     ):
-                        for update in cache_updates(log, known, self._node.incarnation, self._node.load()):
+                        node, load = self._node, self._node.load()
+                        for update in cache_updates(log, known, node.incarnation, node.role, load):
                             yield update
                         known, sent = update.sequence, now
                     await wait_at_most(UPDATE_SECONDS, self._stopping)
             raise unavailable("the node is stopping", "STOPPING")
         except BatonError as error:
             await abort(context, error)
-
-    async def Lend(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        async with aclosing(self._borrowers.serve(request_iterator, context, "Cache.Lend")) as messages:
-            async for message in messages:
-                yield message
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -115,7 +107,9 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         self._node.steps.call(lambda core, now: observe(core.scheduler.cache))
 
     def close(self) -> None:
-        """Ends all streams."""
+        """Ends all streams, and follows the trees no more."""
         self._stopping.set()
+        if self._events:
+            self._observe({})
         if self._linger is not None:
             self._linger.cancel()

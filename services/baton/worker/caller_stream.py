@@ -127,6 +127,8 @@ class CallerStreams(Generic[S]):
         service = self._service
         try:
             async for message in requests:
+                if stream.outbox.closed:
+                    return  # what it asks for now would outlive it
                 if not message.HasField("several"):
                     service.handle_command(message, stream)
                     continue

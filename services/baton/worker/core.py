@@ -45,6 +45,9 @@ class WorkerCore(Core, Protocol):
     @property
     def step_stats(self) -> StepStats: ...
 
+    def hand_back(self) -> None:
+        """Fails all unfinished requests with UNAVAILABLE (DRAINING), so that they go on elsewhere."""
+
     def page_uses(self) -> bytearray:
         """A kvcache.page_map.PageUse for each page of the pool."""
 
@@ -69,3 +72,13 @@ class CoreShell(SharingShell, Protocol[Outputs]):
 
     def observe(self) -> None:
         """Called after each flush."""
+
+
+def is_quiet(core: WorkerCore) -> bool:
+    """Whether nothing is under way that another core of this engine would not know: no request, no step in
+    flight, no lease, no copy between the pool and another one."""
+    scheduler, sharing = core.scheduler, core.sharing
+    counts = scheduler.cache.counts()
+    held = (len(scheduler.requests), scheduler.slots.in_use, scheduler.reservations.total)
+    lent = len(sharing.lender.leases.running)
+    return not any((*held, lent, counts.owned, counts.quarantined, scheduler.cache.locks))

@@ -53,18 +53,30 @@ class Embedder:
     """Used on the event loop, but for what is passed to `steps.call`."""
 
     def __init__(self, config: WorkerConfig, steps: Steps[Any], info: node_pb2.ModelInfo) -> None:
-        self.running = 0
-        """Prompts whose callers wait."""
+        self._waiting: set[asyncio.Future[None]] = set()
+        """Of prompts whose callers wait."""
         self._config = config
         self._steps = steps
         self._info = info
+
+    @property
+    def running(self) -> int:
+        """Prompts whose callers wait."""
+        return len(self._waiting)
+
+    def hand_back(self) -> None:
+        """Fails all, so that their callers ask other nodes."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(unavailable("this node is draining; use another one", "DRAINING"))
+                future.exception()  # a call fails with that of its first prompt
 
     async def embed(self, message: embed_pb2.EmbedPrompts, seconds: float) -> embed_pb2.PromptEmbeddings:
         """Raises BatonError. A caller that is cancelled cancels its prompts."""
         check(message, self._info)
         futures, requests = self._requests(message)
         seconds = min(seconds, self._config.request_seconds)
-        self.running += len(requests)
+        self._waiting.update(futures)
         try:
             async with asyncio.timeout(seconds):
                 self._steps.call(lambda core, now: self._submit(core, requests))
@@ -72,7 +84,7 @@ class Embedder:
         except TimeoutError:
             raise deadline_exceeded(f"the prompts were not computed within {seconds:g} s") from None
         finally:
-            self.running -= len(requests)
+            self._waiting.difference_update(futures)
             self._steps.call(lambda core, now: _close(core, requests))
         return embed_pb2.PromptEmbeddings(
             embeddings=[self._embedding(message, request) for request in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,10 @@ from baton.grammar.compiler import THREADS, GrammarCompiler
 from baton.grammar.trials import Trials, TrialVocabulary
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_groups import longest
-from baton.kvcache.kv_pool import KvLayout, PagePool, PoolLayout, StateLayout, default_page_size
+from baton.kvcache.kv_pool import PagePool, default_page_size
 from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.config import ModelError
 from baton.models.decoder import LanguageModel
-from baton.models.kv_scales import digest
 from baton.models.pooling_config import read_pooling
 from baton.models.vision import tower_fingerprint
 from baton.rpc.channel import Dial
@@ -58,6 +57,7 @@ from baton.worker.model import (
     dtype_of,
     kv_layout,
     kv_scales,
+    layout_message,
     load,
     model_fingerprint,
     own_part,
@@ -72,11 +72,10 @@ from baton.worker.ranks.messages import MakePool
 from baton.worker.ranks.rendezvous import JoinError
 from baton.worker.ranks.runner import RanksLost
 from baton.worker.runners import make_runner
+from baton.worker.step_calls import StepThreadCalls
 from baton.worker.step_cost_file import cost_key, keep, read_kept
 
 _log = get_logger()
-
-LAYOUT_VERSION = 2
 
 
 @dataclass(slots=True)
@@ -111,6 +110,9 @@ class Engine:
     """None: prompts with images are refused."""
     tower: str
     """Fingerprint of the model's vision tower; empty: there is none."""
+    in_steps: StepThreadCalls = field(default_factory=StepThreadCalls)
+    failing: bool = False
+    """The process ends, because an error has escaped the core."""
 
     @property
     def pages(self) -> PageStore:
@@ -230,7 +232,7 @@ def _build_ranked(
     # Measured while the pool is empty.
     size_of_tier = parse_size(config.host_memory, "host_memory")
     host_memory = HostMemory(pool, cache, size_of_tier) if size_of_tier else None
-    message = _layout_message(layout, name, kv_scales(config, path, model))
+    message = layout_message(layout, name, kv_scales(config, path, model))
     if host_memory is not None and config.disk:
         meaning = message.SerializeToString(deterministic=True)
         host_memory.add_disk(Path(config.disk), parse_size(config.disk_size, "disk_size"), meaning)
@@ -316,29 +318,6 @@ def _tuned(runner: Runner[Any], groups: int) -> TunedRunner:
     by_tokens = {f"to_{tokens}": count for tokens, count in tuned.small_steps.items()}
     _log.info("threads measured", **by_tokens, others=tuned.threads)
     return tuned
-
-
-def _layout_message(
-    layout: PoolLayout, model_fingerprint: str, scales: torch.Tensor | None
-) -> common_pb2.Layout:
-    layouts: list[KvLayout | StateLayout] = [*layout.layouts, *layout.states]
-    groups = [
-        common_pb2.KvGroup(
-            kind=group.spec.kind,
-            layers=len(group.layers),
-            bytes_per_token=of_group.bytes_per_token_per_layer,
-            dtype=str(of_group.dtype).removeprefix("torch."),
-            window=group.spec.window or 0,
-            scales="" if scales is None else digest(scales[list(group.layers)]),
-        )
-        for group, of_group in zip(layout.groups, layouts, strict=True)
-    ]
-    return common_pb2.Layout(
-        model_fingerprint=model_fingerprint,
-        page_size=layout.page_size,
-        groups=groups,
-        version=LAYOUT_VERSION,
-    )
 
 
 def measure_steps(engine: Engine) -> StepCost:

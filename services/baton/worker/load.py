@@ -22,6 +22,19 @@ STORED_PER_UPDATE = 2**17
 """Digests of eight bytes."""
 
 
+def worker_info(engine: Engine | None, incarnation: int) -> node_pb2.NodeInfo:
+    """None: it has not been built yet."""
+    info = node_pb2.NodeInfo(incarnation=incarnation)
+    if engine is not None:
+        info.model.CopyFrom(engine.model_info)
+        info.layout.CopyFrom(engine.layout)
+        info.endpoints.extend(engine.endpoints())
+        info.device = str(engine.device)
+        info.attention = engine.attention
+        info.ranks.extend(engine.ranks.describe(engine.device))
+    return info
+
+
 def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
     """Called in the step thread. `requests`: number of requests in any state."""
     counts = scheduler.cache.counts()
@@ -116,7 +129,7 @@ def add_encoding(load: node_pb2.Load, counters: EncodeCounters) -> None:
 
 
 def cache_updates(
-    log: TreeLog, known: int | None, incarnation: int, load: node_pb2.Load
+    log: TreeLog, known: int | None, incarnation: int, role: str, load: node_pb2.Load
 ) -> Iterator[cache_pb2.CacheUpdate]:
     """For a watcher that knows the log up to this change; None: it knows nothing. A large tree takes several,
     and before the last of them its watcher knows no change."""
@@ -126,6 +139,7 @@ def cache_updates(
         last = first + STORED_PER_UPDATE >= most
         yield cache_pb2.CacheUpdate(
             incarnation=incarnation,
+            role=role,
             after=changes.after,
             sequence=changes.sequence if last else changes.after,
             snapshot=changes.snapshot and not first,

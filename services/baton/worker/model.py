@@ -16,14 +16,14 @@ from baton.attention.fp8 import E4M3
 from baton.attention.registry import resolve as resolve_attention
 from baton.config import WorkerConfig
 from baton.gguf_file import close_opened
-from baton.kvcache.kv_pool import PoolLayout, default_page_size
+from baton.kvcache.kv_pool import KvLayout, PoolLayout, StateLayout, default_page_size
 from baton.layers.attention import AttentionOptions
 from baton.layers.cache_spec import CacheSpec, State
 from baton.layers.tensor_parallel import ONE_RANK, Communicator, IndexRange, Shard
 from baton.model_path import resolve
 from baton.models.config import read_config
 from baton.models.decoder import LanguageModel
-from baton.models.kv_scales import read_kv_scales
+from baton.models.kv_scales import digest, read_kv_scales
 from baton.models.loader import (
     cache_specs,
     declared,
@@ -36,6 +36,7 @@ from baton.models.transformers_backend import TransformersModel
 from baton.models.weight_plan import weight_plan
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
+from baton.v1 import common_pb2
 from baton.worker.attention_check import check_attention
 from baton.worker.memory import check_weights, free_and_total
 
@@ -288,3 +289,29 @@ def own_part(layout: PoolLayout, shard: Shard, device: torch.device) -> tuple[Po
     own = shard.kv_heads(layout.num_kv_heads)
     held = shard.host_kv_heads(layout.num_kv_heads) if device.type == "cpu" else own
     return layout.with_heads(held[1]), (own[0] - held[0], own[1])
+
+
+LAYOUT_VERSION = 2
+
+
+def layout_message(
+    layout: PoolLayout, model_fingerprint: str, scales: torch.Tensor | None
+) -> common_pb2.Layout:
+    layouts: list[KvLayout | StateLayout] = [*layout.layouts, *layout.states]
+    groups = [
+        common_pb2.KvGroup(
+            kind=group.spec.kind,
+            layers=len(group.layers),
+            bytes_per_token=of_group.bytes_per_token_per_layer,
+            dtype=str(of_group.dtype).removeprefix("torch."),
+            window=group.spec.window or 0,
+            scales="" if scales is None else digest(scales[list(group.layers)]),
+        )
+        for group, of_group in zip(layout.groups, layouts, strict=True)
+    ]
+    return common_pb2.Layout(
+        model_fingerprint=model_fingerprint,
+        page_size=layout.page_size,
+        groups=groups,
+        version=LAYOUT_VERSION,
+    )

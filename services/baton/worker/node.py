@@ -8,19 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import Any
-
-import grpc.aio
+from typing import Any, NoReturn, TypeVar
 
 from baton.config import WorkerConfig
 from baton.discovery.etcd import Registration, register
-from baton.engine.idle_steps import IdleSteps
 from baton.engine.image_spans import ImageSpan
 from baton.engine.request import EngineRequest
 from baton.engine.step_loop import StepLoop
-from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError, GrammarSpec
-from baton.grammar.compiler import GrammarCompiler
+from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.kvcache.page_map import page_map
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import ClusterCredentials
@@ -30,12 +25,12 @@ from baton.rpc.tasks import Tasks
 from baton.step_cost import CostCalibration
 from baton.tracing.recorder import Recorder
 from baton.transport.base import Receiver
-from baton.transport.grpc import PageSourceServicer
-from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, embed_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import common_pb2, embed_pb2, node_pb2
 from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.embedder import Embedder
-from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, step_limits
+from baton.worker.engine import Engine, build_engine, measure_steps
+from baton.worker.grammar_requests import compile_grammar
 from baton.worker.images.requests import ImageRequests
 from baton.worker.kv_event_publisher import KvEventPublisher, check_kv_events
 from baton.worker.lease_stream import LeaseStream
@@ -46,6 +41,7 @@ from baton.worker.load import (
     add_step_cost,
     page_map_message,
     snapshot,
+    worker_info,
 )
 from baton.worker.memory import keep_freed_memory
 from baton.worker.model import device_of, use_device
@@ -53,10 +49,14 @@ from baton.worker.peers import PageLink, PagePeer
 from baton.worker.ranks.runner import RanksLost
 from baton.worker.shell import LOST_SECONDS, C, WorkerShell
 from baton.worker.sources.shell import CacheLending, SourcePeers, source_link
+from baton.worker.spare_steps import SpareSteps
 
 _log = get_logger()
+Answer = TypeVar("Answer")
 
 DRAIN_POLL_SECONDS = 0.02
+HAND_BACK_SECONDS = 2.0
+"""How long a node waits until its callers have got the terminal events of requests handed back."""
 SNAPSHOT_SECONDS = 0.02
 TELL_SECONDS = 3.0
 """How long a failing process waits at most until its callers have got their messages. It takes milliseconds;
@@ -65,10 +65,6 @@ WRITE_SECONDS = 0.05
 """Between the last message that gRPC has written and the end."""
 MAP_SECONDS = 1.0
 """How long a page map waits for the step thread."""
-COMPILE_SECONDS = 10.0
-"""A request whose grammar is not compiled by then is refused."""
-LOAD_SECONDS = 60.0
-"""For the vocabulary, which is loaded when the first grammar comes."""
 WATCH_SECONDS = 0.25
 """How often the step thread is checked."""
 
@@ -82,26 +78,24 @@ class WorkerNode(WorkerShell[C]):
     loop: asyncio.AbstractEventLoop
     streams: CallerStreams[Any]
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Raises BatonError when the device, the cluster secret or a certificate cannot be used."""
+    def __init__(self, config: WorkerConfig, recorder: Recorder | None = None) -> None:
+        """`recorder`: the process's; None: a new one. Raises BatonError when the device, the cluster secret
+        or a certificate cannot be used."""
         if device_of(config.device).type == "cpu":
             keep_freed_memory()
         self.config = config
         self.cluster = ClusterCredentials.load(config)
         self.incarnation = new_incarnation()
-        self.recorder = Recorder(config.recorder_events, self.clock)
+        self.recorder = Recorder(config.recorder_events, self.clock) if recorder is None else recorder
         self.draining = False
-        self._crashing = False
         self.tasks = Tasks()
         self.core_or_none: C | None = None
-        self._address = ""
         self._load = node_pb2.Load()
         self.observed = 0.0
         """When the last snapshot of the load was taken, on the monotonic clock."""
         self.lending, self.sources = CacheLending(self, LeaseStream), SourcePeers(self)
-        self._borrowers = CallerStreams(self.lending, self.tasks)
-        self._cache_service = CacheServicer(self, self._borrowers)
-        self._page_source: PageSourceServicer | None = None
+        self.borrowers = CallerStreams(self.lending, self.tasks)
+        self.cache_service = CacheServicer(self)
         self._stopping = threading.Event()
         self._registration: Registration | None = None
         self._kv_events: KvEventPublisher | None = None
@@ -111,75 +105,74 @@ class WorkerNode(WorkerShell[C]):
 
     async def start(self, address: str) -> None:
         """Loads the model and starts the step thread. Raises BatonError."""
-        self.loop = asyncio.get_running_loop()
-        self._address = address
         if self.config.kv_events:
             check_kv_events(self.config)
             self._kv_events = KvEventPublisher(self.config)
-        self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self._stopping)
-        self.config, self.model_info = self.engine.config, self.engine.model_info
-        self.device = self.engine.device.type
-        self.layout, self.page_bytes = self.engine.layout, self.engine.pages.page_bytes
-        if self._page_source is not None:
-            self._page_source.pages = self.engine.pages
+        engine = self.engine = await asyncio.to_thread(
+            build_engine, self.config, self.incarnation, self._stopping
+        )
         try:
-            cost = await asyncio.to_thread(measure_steps, self.engine)
+            calibration = CostCalibration(await asyncio.to_thread(measure_steps, engine))
         except BatonError:
-            self.engine.close()  # as `stop` does, but for a node without a core
+            engine.close()  # as `stop` does, but for a node without a core
             raise
-        core = self.core_or_none = self.make_core(self.engine.cache)
-        calibration = core.step_stats.calibration = CostCalibration(cost)
+        self.config = engine.config
+        self._run_engine(address, engine, calibration, None)
+        engine.ranks.watch(self._rank_lost)
+        caches = {"GPU": engine.cache}
+        if engine.host_memory is not None:
+            engine.host_memory.start(engine.in_steps, lambda: calibration.cost)
+            caches["CPU"] = engine.host_memory.tier.cache
+        if self._kv_events is not None:
+            self._kv_events.start(caches, engine.in_steps)
+
+    def take_over(self, old: WorkerNode[Any]) -> None:
+        """Goes on with the engine of a node that has left it (`leave_engine`). Raises BatonError."""
+        assert old.core_or_none is not None
+        self._kv_events, calibration = old._kv_events, old.core_or_none.step_stats.calibration
+        assert calibration is not None
+        self._run_engine(old._address, old.engine, calibration, old.steps)
+
+    def _run_engine(
+        self, address: str, engine: Engine, calibration: CostCalibration, before: StepLoop[Any] | None
+    ) -> None:
+        """Starts the step thread. `before`: the one that the engine had, which has ended."""
+        self.loop = asyncio.get_running_loop()
+        self._address, self.engine, self.model_info = address, engine, engine.model_info
+        self.device = engine.device.type
+        self.layout, self.page_bytes = engine.layout, engine.pages.page_bytes
+        core = self.core_or_none = self.make_core(engine.cache)
+        if before is not None:  # receivers wait for a step that is at least the announced one
+            core.scheduler.step_number = before.core.scheduler.step_number
+        core.step_stats.calibration = calibration
         if core.scheduler.drafts is not None:
-            core.scheduler.drafts.lengths.times.cost = cost
+            core.scheduler.drafts.lengths.times.cost = calibration.cost
+        spare = SpareSteps(engine)
         self.steps = StepLoop(
             core,
-            self.engine.runner,
+            engine.runner,
             name=f"{self.role}-steps",
-            overlap=self.engine.overlap,
+            overlap=engine.overlap,
             crashed=self._crashed,
-            warm=self.engine.warm,
+            warm=engine.warm,
             cooled=lambda error: _log.warning("first tokens come later: no warm turns", exc_info=error),
-            spare=partial(self._spare_turn, core),
+            spare=lambda wanted: None if self.requests else spare.turn(calibration, wanted),
         )
-        if self.engine.host_memory is not None:
-            self.engine.host_memory.start(self._in_steps, lambda: calibration.cost)
-        if self._kv_events is not None:
-            caches = {"GPU": self.engine.cache}
-            if self.engine.host_memory is not None:
-                caches["CPU"] = self.engine.host_memory.tier.cache
-            self._kv_events.start(caches, self._in_steps)
-        # Other processes do not slow a GPU's steps at the start, and a node that shares the GPU would wait.
-        self._idle_steps: IdleSteps | None = None
-        if self.engine.device.type == "cpu":
-            limits = step_limits(self.engine)
-            self._idle_steps = IdleSteps(self.engine.runner, limits, self.engine.cache, time.monotonic)
-        self.engine.ranks.watch(self._rank_lost)
+        engine.in_steps.move_to(lambda function: self.steps.call(lambda core, now: function()))
+        if before is not None:
+            before.finish_calls()
         self._embedder = Embedder(self.config, self.steps, self.model_info)
-        if self.engine.images is not None:
-            self._images = ImageRequests.of_engine(self, self.engine, self.cluster.dial)
+        if engine.images is not None:
+            self._images = ImageRequests.of_engine(self, engine, self.cluster.dial)
         self.observe()
-        self.steps.call(lambda core, now: use_device(self.engine.device))
+        self.steps.call(lambda core, now: use_device(engine.device))
         self.steps.start()
         self.tasks.spawn(self._watch_steps(), "watch of the step thread")
         self._registration = register(self.config, self.role, self.incarnation, address)
 
-    def _in_steps(self, function: Callable[[], None]) -> None:
-        self.steps.call(lambda core, now: function())
-
-    def _spare_turn(self, core: C, wanted: Callable[[], bool]) -> None:
-        if self._idle_steps is None or self.requests:
-            return
-        try:
-            calibration = core.step_stats.calibration
-            if calibration is not None and self._idle_steps.turn(calibration, wanted):
-                log_cost("steps measured again", calibration.cost)
-        except Exception as error:  # if the device is broken, the next request's step fails too
-            self._idle_steps = None
-            _log.warning("steps are not measured again", exc_info=error)
-
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for running ones; returns the number of those left."""
-        self.draining = True
+        self.announce_drain()
         deadline = time.monotonic() + seconds
         # The step thread does not signal: a poll costs nothing next to a drain.
         while self.requests and time.monotonic() < deadline:  # noqa: ASYNC110
@@ -192,33 +185,55 @@ class WorkerNode(WorkerShell[C]):
 
     async def stop(self) -> None:
         self._stopping.set()
-        self._cache_service.close()
+        await self.hand_back_all()
+        self.close_streams(unavailable("the node is stopping", "STOPPING"))
+        await asyncio.sleep(0)
         if self._kv_events is not None:
             await asyncio.to_thread(self._kv_events.close)
-        self._borrowers.close(unavailable("the node is stopping", "STOPPING"))
+        await self.leave_engine()
+        if self.core_or_none is not None:
+            self.engine.close()
+
+    async def leave_engine(self) -> bool:
+        """Ends all but the engine. Returns whether the step thread has ended."""
+        self.cache_service.close()
         await self.sources.close()
         if self._registration is not None:
             await self._registration.close()
-        if self.core_or_none is not None:
-            await asyncio.to_thread(self.steps.stop)
+        ended = self.core_or_none is None or await asyncio.to_thread(self.steps.stop)
         await self.tasks.close()
         if self._images is not None:
             await self._images.contents.close()
-        if self.core_or_none is not None:
-            self.engine.close()
+        return ended
+
+    def close_streams(self, error: BatonError) -> None:
+        """Ends those of all callers, but for watchers of the cache."""
+        self.streams.close(error)
+        self.borrowers.close(error)
+
+    async def hand_back_all(self) -> int:
+        """Hands running requests back. Returns their number, once the messages have left."""
+        count = self.requests
+        if self.core_or_none is None or not (self.streams.open or count):
+            return 0
+        self.hand_back()
+        self._embedder.hand_back()
+        deadline = time.monotonic() + HAND_BACK_SECONDS
+        while time.monotonic() < deadline and (self.requests or self.streams.unsent):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return count
 
     async def _watch_steps(self) -> None:
         while True:
             if self.stuck():
-                self.streams.close(self.stuck_error())
-                self._borrowers.close(self.stuck_error())
+                self.close_streams(self.stuck_error())
             await asyncio.sleep(WATCH_SECONDS)
 
     def _crashed(self, error: BaseException) -> None:
         """An error has escaped the core: a bug. Pages and leases are in doubt, so the process ends at once.
         Peers see the connection break, and a supervisor starts a new incarnation. First, callers learn which
         requests may be the cause, so that the next node computes these one at a time."""
-        self._crashing = self.draining = True
+        self.engine.failing = self.draining = True
         if isinstance(error, RanksLost):
             _log.critical("the ranks do not go on together; the process ends", error=str(error))
         else:
@@ -229,17 +244,17 @@ class WorkerNode(WorkerShell[C]):
         except Exception as another:
             _log.error("callers could not be told", exc_info=another)
         finally:
-            self._end()
+            self.end_process()
 
     def _rank_lost(self, rank: int, code: int) -> None:
         """Another rank has ended: so must this one. The step thread says so if a step was running."""
         _log.critical("another rank has ended; the process ends", rank=rank, exit_code=code)
         time.sleep(LOST_SECONDS)
-        if not self._crashing:  # else the step thread ends the process, when it has told the callers
-            self._end()
+        if not self.engine.failing:  # else the step thread ends the process, when it has told the callers
+            self.end_process()
 
-    def _end(self) -> None:
-        """Leaves neither processes nor shared memory behind."""
+    def end_process(self) -> NoReturn:
+        """At once; leaves neither processes nor shared memory behind."""
         try:
             self.engine.abandon()
         finally:
@@ -258,8 +273,8 @@ class WorkerNode(WorkerShell[C]):
             if not self.streams.unsent:  # a message may have been on its way between outbox and gRPC
                 return
 
-    async def Embed(self, request: embed_pb2.EmbedPrompts, context: Any) -> embed_pb2.PromptEmbeddings:
-        """Serves Embed of both roles."""
+    async def embed(self, request: embed_pb2.EmbedPrompts, context: Any) -> embed_pb2.PromptEmbeddings:
+        """Serves Embed of both roles. Raises BatonError."""
         if self.draining:
             raise unavailable("this node is draining; use another one", "DRAINING")
         self.require_turning()
@@ -267,14 +282,6 @@ class WorkerNode(WorkerShell[C]):
         return await self._embedder.embed(request, self.config.request_seconds if left is None else left)
 
     # --- what the roles use -----------------------------------------------------------------------------
-
-    def serve_pages(self, server: grpc.aio.Server) -> list[str]:
-        """Registers Cache and PageSource, which answers once the pool exists; returns their full names."""
-        cache_pb2_grpc.add_CacheServicer_to_server(self._cache_service, server)
-        self._page_source = PageSourceServicer()
-        prefill_pb2_grpc.add_PageSourceServicer_to_server(self._page_source, server)
-        services = {**prefill_pb2.DESCRIPTOR.services_by_name, **cache_pb2.DESCRIPTOR.services_by_name}
-        return [services[name].full_name for name in ("PageSource", "Cache")]
 
     def make_source_link(self, address: str, peer: PagePeer) -> PageLink:
         return source_link(address, peer, self.cluster.dial)
@@ -302,43 +309,16 @@ class WorkerNode(WorkerShell[C]):
         self, spec: GrammarSpec, done: Callable[[CompiledGrammar | GrammarError], None]
     ) -> None:
         assert self.engine.grammars is not None, "refused by check_start"
-        future = self.engine.grammars.submit(spec)
-        if future.done():
-            done(future.result())
-        else:
-            self.spawn(self._await_grammar(self.engine.grammars, future, done), "grammar")
+        compile_grammar(self.engine.grammars, spec, done, self.spawn)
 
     def want_images(self, request: EngineRequest, images: tuple[ImageSpan, ...]) -> None:
         assert self._images is not None, "refused by check_start"
         self.post(self._images.want, request, images)
 
-    async def _await_grammar(
-        self,
-        grammars: GrammarCompiler,
-        future: Future[CompiledGrammar | GrammarError],
-        done: Callable[[CompiledGrammar | GrammarError], None],
-    ) -> None:
-        await asyncio.wait([asyncio.wrap_future(grammars.loaded)], timeout=LOAD_SECONDS)
-        await asyncio.wait([asyncio.wrap_future(future)], timeout=COMPILE_SECONDS)
-        if future.done():
-            done(future.result())
-        elif future.running():
-            done(GrammarError(f"it takes longer than {COMPILE_SECONDS:g} s to compile: make it smaller"))
-        else:
-            done(GrammarBusy(f"others were being compiled for {COMPILE_SECONDS:g} s: ask again later"))
-
     # --- what others are told ---------------------------------------------------------------------------
 
     def info(self) -> node_pb2.NodeInfo:
-        info = node_pb2.NodeInfo(incarnation=self.incarnation)
-        if self.core_or_none is not None:
-            info.model.CopyFrom(self.engine.model_info)
-            info.layout.CopyFrom(self.engine.layout)
-            info.endpoints.extend(self.endpoints())
-            info.device = str(self.engine.device)
-            info.attention = self.engine.attention
-            info.ranks.extend(self.engine.ranks.describe(self.engine.device))
-        return info
+        return worker_info(self.engine if self.core_or_none is not None else None, self.incarnation)
 
     def observe(self) -> None:
         """Delivers embeddings, and takes a snapshot for `load`. Called in the step thread after each flush.
@@ -380,41 +360,41 @@ class WorkerNode(WorkerShell[C]):
             text = f"{load.pages.quarantined} pages wait for the end of a copy that is overdue"
             yield node_pb2.Problem(reason="PAGES_QUARANTINED", message=text)
 
+    async def ask(self, question: Callable[[C], Answer], seconds: float) -> Answer | None:
+        """What the question says of the core, in the step thread. None: no answer within `seconds`."""
+        answer: asyncio.Future[Answer] = self.loop.create_future()
+
+        def take(found: Answer) -> None:
+            if not answer.done():  # it was waited for
+                answer.set_result(found)
+
+        self.steps.call(lambda core, now: self.post(take, question(core)))
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except TimeoutError:
+            return None
+
     async def page_map(self, max_cells: int) -> node_pb2.PageMap | None:
         """See rpc.node_watch. None: the step thread does not answer, or there is no pool yet."""
         if self.core_or_none is None:
             return None
-        read: asyncio.Future[bytearray] = self.loop.create_future()
-
-        def answer(uses: bytearray) -> None:
-            if not read.done():  # it was waited for
-                read.set_result(uses)
-
-        self.steps.call(lambda core, now: self.post(answer, core.page_uses()))
-        try:
-            async with asyncio.timeout(MAP_SECONDS):
-                uses = await read
-        except TimeoutError:
-            return None
-        return page_map_message(page_map(uses, max_cells))
+        uses = await self.ask(lambda core: core.page_uses(), MAP_SECONDS)
+        return page_map_message(page_map(uses, max_cells)) if uses is not None else None
 
     def check_idle(self, seconds: float = 5.0) -> None:
         """Checks the page pool's accounting; raises AccountingError unless nothing is held.
 
         Waits for the step thread; TimeoutError when it does not answer.
         """
-        done = threading.Event()
-        failure: list[BaseException] = []
+        done: Future[None] = Future()
 
         def check(core: C, now: float) -> None:
             try:
                 core.scheduler.cache.check(idle=True)
+                done.set_result(None)
             except BaseException as error:
-                failure.append(error)
-            done.set()
+                done.set_exception(error)
 
         self.steps.call(check)
-        if not done.wait(seconds):
-            raise TimeoutError(f"the {self.role} step thread did not answer within {seconds:g} s")
-        if failure:
-            raise failure[0]
+        done.result(seconds)

@@ -193,6 +193,12 @@ class PagePeer:
         error = self.link.last_error
         return error.message if error is not None else "not connected yet"
 
+    @property
+    def other_role(self) -> bool:
+        """It has said that it is no prefill node any more."""
+        error = self.link.last_error
+        return error is not None and error.reason == "OTHER_ROLE"
+
     def send(self, effect: FetchEffect) -> None:
         """Every heartbeat is answered. If answers are missing, the connection may be at fault. It is closed
         shortly before the hand-offs time out, so that no prompt goes there until it is reopened."""

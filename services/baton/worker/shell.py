@@ -106,6 +106,14 @@ class WorkerShell(Generic[C]):
         """As other processes know it."""
         raise NotImplementedError
 
+    def announce_drain(self) -> None:
+        """Refuses new requests from now on."""
+        self.draining = True
+
+    def hand_back(self) -> None:
+        """Fails running requests with terminal events, after which their callers resume them elsewhere."""
+        self.steps.call(lambda core, _: core.hand_back())
+
     @property
     def requests(self) -> int:
         """How many requests the node holds in any state."""

@@ -90,13 +90,16 @@ HEALTH = (
     Method(EVERYWHERE, "grpc.health.v1.Health/Watch", health_pb2.HealthCheckRequest, endless=True),
 )
 """Open to everybody."""
-DRAIN = Method(EVERYWHERE, "Node/Drain", node_pb2.DrainRequest)
-"""Sent by strangers alone: for a friend it does what its name says, and there is no way back."""
+CHANGES = (
+    Method(EVERYWHERE, "Node/Drain", node_pb2.DrainRequest),
+    Method(EVERYWHERE, "Node/SetRole", node_pb2.SetRoleRequest),
+)
+"""Sent by strangers alone: for a friend they do what their names say."""
 FOR_FRIENDS = (*METHODS, *REFLECTION, *HEALTH)
-FOR_STRANGERS = (*METHODS, *REFLECTION, DRAIN)
+FOR_STRANGERS = (*METHODS, *REFLECTION, *CHANGES)
 TARGETS = {
     target: (method, role)
-    for method in (*FOR_FRIENDS, DRAIN)
+    for method in (*FOR_FRIENDS, *CHANGES)
     for target, role in zip(method.targets, method.roles, strict=True)
 }
 

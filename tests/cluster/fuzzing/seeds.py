@@ -142,6 +142,7 @@ SEEDS: dict[str, list[Message]] = {
         trace_pb2.GetTracesRequest(limit=256),
     ],
     "Node/Drain": [node_pb2.DrainRequest(timeout_ms=1)],
+    "Node/SetRole": [node_pb2.SetRoleRequest(role="prefill", timeout_ms=1)],
     "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _REFLECTION,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _REFLECTION,
     "grpc.health.v1.Health/Check": [health_pb2.HealthCheckRequest(service="baton.v1.Node")],

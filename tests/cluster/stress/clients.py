@@ -45,6 +45,8 @@ class Outcome:
     broken: str = ""
     resumed: int = 0
     retries: int = 0
+    pause: float = 0.0
+    """Longest time between two events after the first token."""
 
     @property
     def exact(self) -> bool:
@@ -92,11 +94,12 @@ class Judge:
 async def ask(judge: Judge, events: AsyncGenerator[None, None], deadline: float) -> Outcome:
     """Follows a stream to its end. `deadline`: seconds that the request may take."""
     started = time.monotonic()
-    broken = ""
+    broken, pause, last = "", 0.0, 0.0
     try:
         async with asyncio.timeout(deadline + LATE_SECONDS):
             async for _ in events:
-                pass
+                now = time.monotonic()
+                pause, last = max(pause, now - last if last else 0.0), now if judge.first else 0.0
         if not judge.ended:
             broken = "the stream ended without a terminal event"
     except Broken as error:
@@ -107,7 +110,7 @@ async def ask(judge: Judge, events: AsyncGenerator[None, None], deadline: float)
         broken = f"{type(error).__name__}: {error}"
     ttft = judge.first - started if judge.first else 0.0
     seconds = time.monotonic() - started
-    return Outcome(judge.count, seconds, ttft, judge.error, broken, judge.resumed, judge.retries)
+    return Outcome(judge.count, seconds, ttft, judge.error, broken, judge.resumed, judge.retries, pause)
 
 
 async def by_grpc(

@@ -28,7 +28,8 @@ class Tally:
         self.errors: Counter[str] = Counter()
         self.broken: list[str] = []
         self.broken_count = 0
-        self.slowest = 0.0
+        self.slowest = self.pause = 0.0
+        """Of a stream, and between two of its events, at most."""
 
     def add(self, outcome: Outcome, what: str) -> None:
         self.exact += outcome.exact
@@ -36,6 +37,7 @@ class Tally:
         self.resumed += outcome.resumed
         self.retries += outcome.retries
         self.slowest = max(self.slowest, outcome.seconds)
+        self.pause = max(self.pause, outcome.pause)
         if outcome.error:
             self.errors[outcome.error] += 1
         if outcome.broken:

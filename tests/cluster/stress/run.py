@@ -15,6 +15,7 @@ from stress.cluster import REQUEST_SECONDS, Cluster
 from stress.faults import Fault, Injector
 from stress.load import Load, Tally
 from stress.rank_faults import RankInjector
+from stress.role_faults import RoleInjector
 from stress.tasks import Task
 
 IDLE_SECONDS = 20.0
@@ -60,6 +61,7 @@ class Report:
             "resumed": tally.resumed,
             "handoff_retries": tally.retries,
             "slowest_seconds": round(tally.slowest, 1),
+            "longest_pause_seconds": round(tally.pause, 2),
             "faults": dict(Counter(f"{f.action} {f.process.rpartition('-')[0]}" for f in self.faults)),
             "tiers": self.tiers,
             "problems": self.problems,
@@ -78,7 +80,7 @@ async def run(
     seconds: float | None = None,
     streams: int = 64,
     gap: tuple[float, float] = (0.1, 1.2),
-    injector: Callable[..., Injector | RankInjector] = Injector,
+    injector: Callable[..., Injector | RankInjector | RoleInjector] = Injector,
     happened: Callable[[Fault], None] = lambda fault: None,
     ended: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:

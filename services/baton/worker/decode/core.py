@@ -216,9 +216,8 @@ class DecodeCore:
             self.recording.ended(state, "cancelled")
 
     def hand_back(self) -> None:
-        """The node stops: unfinished requests fail with UNAVAILABLE, to be resumed elsewhere."""
         for state in list(self.unfinished.values()):
-            self._fail(state, "UNAVAILABLE", "DRAINING", "the node stops; the request may go on elsewhere")
+            self._fail(state, "UNAVAILABLE", "DRAINING", "the node drains; the request may go on elsewhere")
 
     def receive(self, address: str, messages: Iterable[PrefillOutput], now: float) -> None:
         """What a prefill node says; nothing but that its step thread is alive, perhaps."""

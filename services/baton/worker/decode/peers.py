@@ -31,12 +31,14 @@ class PrefillPeers(PagePeers):
 
     def lost(self) -> list[str]:
         """Nodes that cannot be used, with the reason: configured ones, and those named within the last
-        minute."""
+        minute, but for those that are decode nodes now."""
         recent = self._node.clock() - FORGET_SECONDS
         return [
             f"{address} ({peer.trouble})"
             for address, peer in self._peers.items()
-            if not peer.usable.is_set() and (address in self._own or peer.named >= recent)
+            if not peer.usable.is_set()
+            and (address in self._own or peer.named >= recent)
+            and not peer.other_role
         ]
 
     def describe(self) -> list[node_pb2.Peer]:

@@ -64,14 +64,10 @@ class DecodeShell(WorkerShell[DecodeCore]):
         raise NotImplementedError
 
     def announce_drain(self) -> None:
-        """Refuses new requests from now on. Callers are told, so that they send no more."""
-        self.draining = True
+        """Callers are told, so that they send no more."""
+        super().announce_drain()
         for stream in list(self.streams.open):
             stream.send(decode_pb2.StepEvents(events=[DRAINING]))
-
-    def hand_back(self) -> None:
-        """Fails running requests with terminal events, after which their callers resume them elsewhere."""
-        self.steps.call(lambda core, _: core.hand_back())
 
     # --- what the core has decided ----------------------------------------------------------------------
 

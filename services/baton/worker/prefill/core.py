@@ -130,6 +130,7 @@ class PrefillCore:
     _cancelled: CancelledInFlight = field(default_factory=CancelledInFlight)
     _presses: bool = False
     _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+    _handed_back: bool = False
 
     def __post_init__(self) -> None:
         limits = replace(self.scheduling, prompt_only=True)
@@ -232,7 +233,17 @@ class PrefillCore:
             self._answer_cancelled(attempt)
 
     def _answer_cancelled(self, attempt: Attempt) -> None:
-        self.leases.say_failed(attempt, "CANCELLED", "CANCELLED", "cancelled by its holder")
+        if self._handed_back:
+            text = "the node drains; ask another prefill node"
+            self.leases.say_failed(attempt, "UNAVAILABLE", "DRAINING", text)
+        else:
+            self.leases.say_failed(attempt, "CANCELLED", "CANCELLED", "cancelled by its holder")
+
+    def hand_back(self) -> None:
+        """Those in a step in flight are answered when it has ended, as a cancel is."""
+        self._handed_back = True
+        for attempt in list(self.leases.running.values()):
+            self.cancel(attempt.holder, attempt.name)
 
     def disconnect(self, holder: Hashable) -> None:
         """The holder's stream has ended: drops everything that it held, without a message."""
