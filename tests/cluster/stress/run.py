@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
+import grpc
+
 from stress.clients import Outcome
 from stress.cluster import REQUEST_SECONDS, Cluster
 from stress.faults import Fault, Injector
@@ -104,8 +106,8 @@ async def run(
     left = ""
     try:
         await asyncio.to_thread(cluster.assert_idle, IDLE_SECONDS)
-    except AssertionError as error:
-        left = str(error)
-    loads = [process.load() for role in ("prefill", "decode") for process in cluster.of(role)]
+    except (AssertionError, grpc.RpcError, ValueError) as error:  # a process that does not serve again
+        left = f"{type(error).__name__}: {error}"
+    loads = [] if left else [process.load() for role in ("prefill", "decode") for process in cluster.of(role)]
     tiers = {name: sum(getattr(load, name) for load in loads) for name in TIERS}
     return Report(seed, time.monotonic() - started, load.tally, faulty.faults, left, tiers)
