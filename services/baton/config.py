@@ -6,21 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionBackendName = Literal[
-    "auto",
-    "fa3",
-    "fa3-fixed",
-    "fa3-mla",
-    "flashinfer",
-    "mixed",
-    "torch",
-    "torch-mla",
-    "triton",
-    "triton-fixed",
-    "triton-mla",
-]
+    "auto", "fa3", "fa3-fixed", "fa3-mla", "flashinfer", "mixed", "torch", "torch-mla", "triton",
+    "triton-fixed", "triton-mla",
+]  # fmt: skip
 """Attention backends; "auto": the best that works."""
-
-
 MOST_DRAFTS = 7
 """Of a row, where each step chooses how many it takes."""
 MTP = "mtp"
@@ -326,17 +315,9 @@ class GatewayConfig(NodeConfig):
     """auto: temperature, top_k, top_p, min_p and repetition_penalty of the checkpoint's
     generation_config.json hold where a request says nothing; none: Baton's own."""
     tool_parser: Literal[
-        "auto",
-        "none",
-        "hermes",
-        "qwen3_coder",
-        "llama3_json",
-        "pythonic",
-        "mistral",
-        "deepseek",
-        "glm",
+        "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek", "glm",
         "gpt_oss",
-    ] = "auto"
+    ] = "auto"  # fmt: skip
     """How the model writes tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm,
     gpt_oss; auto: as its chat template shows; none: calls stay text."""
     reasoning_parser: Literal["auto", "none", "think", "gpt_oss"] = "auto"

@@ -16,7 +16,7 @@ from baton.demo import model_path
 from baton.grammar.base import GrammarSpec
 from baton.tokenizer.hf_tokenizer import load
 from baton.v1 import node_pb2
-from baton.worker.engine import make_compiler
+from baton.worker.grammar_requests import make_compiler
 
 NOTE = {"title": "Grüße aus Zürich", "body": "Café ☕ in 東京 — naïve résumé 🚀"}
 PEOPLE = [{"name": "Ana", "email": "ana@example.com"}, {"name": "Bo", "email": "bo@example.com"}]

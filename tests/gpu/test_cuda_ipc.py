@@ -15,7 +15,7 @@ from pool_owner import Load, page_content
 
 from baton.transport import TransportError
 from baton.transport import cuda_copy as cuda_copy_module
-from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy, PageCopier
+from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy, CudaPageCopier
 from baton.transport.cuda_ipc import CudaIpcReceiver
 
 PAGES = 40
@@ -122,7 +122,7 @@ async def test_a_pull_waits_for_the_owners_step(directory, gpu):
 async def test_a_waiting_pull_leaves_the_owners_gpu_alone(directory, gpu, monkeypatch):
     """Only from another one is a little copied meanwhile."""
     rehearsed = []
-    monkeypatch.setattr(PageCopier, "rehearse", lambda copier: rehearsed.append(copier))
+    monkeypatch.setattr(CudaPageCopier, "rehearse", lambda copier: rehearsed.append(copier))
     with owning(directory, PAGES, MB, gpu=gpu) as owner:
         pool = local_pool(PAGES, MB)
         receiver = await CudaIpcReceiver.open(owner.endpoint, pool)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import ClampedSwiglu, Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import ClampedSwiglu, Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod, WeightPlan
 from baton.layers.tensor_parallel import ONE_RANK, Shard

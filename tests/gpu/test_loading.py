@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.models import loader
+from baton.layers import async_copy
 from baton.models.loader import load_model
 from rig import CUDA, save_checkpoint
 
@@ -24,7 +24,7 @@ def test_weights_arrive(tmp_path, monkeypatch, piece, dtype):
         save_file({name: tensors[name] for name in names[i::3]}, path / f"{i}.safetensors")
     index = {name: f"{at % 3}.safetensors" for at, name in enumerate(names)}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    monkeypatch.setattr(loader, "_PIECE", piece)
+    monkeypatch.setattr(async_copy, "_PIECE", piece)
     model = load_model(path, dtype, CUDA)
     layers = "model.layers.1.self_attn"
     parts = [tensors[f"{layers}.{part}_proj.weight"] for part in "qkv"]

@@ -15,7 +15,8 @@ from baton.layers.kernels.int4_gemm import dequantize
 from baton.layers.kernels.moe_align import choose
 from baton.layers.kernels.quantized_linear import KernelProduct, project, quantize_for
 from baton.layers.linear import Linear
-from baton.layers.moe import Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.quantization.quantized_tensor import QuantizedTensor
 from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod, WeightPlan

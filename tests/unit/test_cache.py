@@ -353,9 +353,9 @@ def test_check_sees_damage(damage: str, message: str) -> None:
     elif damage == "locks":
         cache._tree.lock(holding.node)
     elif damage == "references":
-        cache._tree._windows.references[first] = 1
-        cache._tree._windows._home[first] = holding.node
-        cache._tree._windows.check = lambda nodes: None  # type: ignore[method-assign]
+        cache._tree.windows.references[first] = 1
+        cache._tree.windows._home[first] = holding.node
+        cache._tree.windows.check = lambda nodes: None  # type: ignore[method-assign]
     else:
         cache._pending += 1
     with pytest.raises(AccountingError, match=message):

@@ -12,7 +12,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import ClampedSwiglu, Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import ClampedSwiglu, Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.parameters import Parameters
 
 HIDDEN, INNER, EXPERTS, TOP_K = 64, 32, 8, 3

@@ -13,7 +13,7 @@ from baton.grammar.llguidance import LlguidanceBackend
 from baton.model_path import resolve
 from baton.tokenizer.hf_tokenizer import load
 from baton.v1 import node_pb2
-from baton.worker.engine import make_compiler
+from baton.worker.grammar_requests import make_compiler
 
 EOS, TOOL, UNDEFINED, WORD, PADDING = 256, 257, 258, 259, 260
 VOCAB = 300

@@ -326,7 +326,7 @@ def damaged_tree(damage: str) -> PrefixTree:
         ("not queued", "eviction queue is not the unlocked leaves"),
         ("queued with children", "eviction queue is not the unlocked leaves"),
         ("queued though locked", "eviction queue is not the unlocked leaves"),
-        ("queued and gone", "2 eviction candidates, 1 unlocked leaves"),
+        ("queued and gone", "candidates for eviction are not as many"),
         ("page twice", "a page is in the tree twice"),
         ("cached", "pages in the tree were miscounted"),
         ("locked rows", "pages in the tree were miscounted"),
@@ -349,7 +349,7 @@ def test_check_sees_damage(damage: str, message: str) -> None:
 def test_check_sees_damage_of_window_pages(damage: str, message: str) -> None:
     tree = PrefixTree(1, groups=(FULL, KvGroup(SlidingWindow(1))))
     node, _ = tree.insert([1], [(10, 11)])
-    windows = tree._windows
+    windows = tree.windows
     tree.check()
     if damage == "unqueued":
         windows.forget(node)

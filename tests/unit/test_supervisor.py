@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from baton.cli.deployment import Deployment, DeploymentPlan, free_ports
-from baton.cli.supervisor import RESTARTS_PER_MINUTE, Backoff, Child, ChildError, State, Supervisor
+from baton.cli.supervisor import RESTARTS_PER_MINUTE, Backoff, Child, ChildError, ChildState, Supervisor
 
 CHILD = Path(__file__).with_name("supervised_child.py")
 PROGRAM = (sys.executable, str(CHILD))
@@ -37,7 +37,7 @@ def make_children(folder: Path) -> list[Child]:
 
 def make(children: Sequence[Child], behave: dict[str, str] | None = None, **settings) -> Supervisor:
     def arguments(child: Child) -> list[str]:
-        seen = ",".join(other.name for other in children if other.state is State.HEALTHY)
+        seen = ",".join(other.name for other in children if other.state is ChildState.HEALTHY)
         return ["--behave", (behave or {}).get(child.name, "good"), "--seen", seen]
 
     settings = {"program": PROGRAM, "start_seconds": 120.0, "drain_seconds": 0.5, **settings}
@@ -58,7 +58,7 @@ async def test_starts_in_order_and_stops_everything(tmp_path: Path) -> None:
     supervisor = make(children)
     try:
         await supervisor.start()
-        assert [child.state for child in children] == [State.HEALTHY] * 4
+        assert [child.state for child in children] == [ChildState.HEALTHY] * 4
         pids = [child.pid for child in children]
         assert len(set(pids)) == 4 and all(psutil.pid_exists(pid) for pid in pids)
         tokenizer, prefill, decode, gateway = children
@@ -66,7 +66,7 @@ async def test_starts_in_order_and_stops_everything(tmp_path: Path) -> None:
     finally:
         await supervisor.stop()
     assert gone(pids, 20.0)
-    assert [child.state for child in children] == [State.STOPPED] * 4
+    assert [child.state for child in children] == [ChildState.STOPPED] * 4
 
 
 async def test_workers_load_at_the_same_time(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ async def test_workers_load_at_the_same_time(tmp_path: Path) -> None:
     supervisor = make(children, {prefill.name: f"after:{decode.log}"}, start_seconds=60.0)
     try:
         await supervisor.start()
-        assert prefill.state is decode.state is State.HEALTHY
+        assert prefill.state is decode.state is ChildState.HEALTHY
     finally:
         await supervisor.stop()
 
@@ -89,7 +89,7 @@ async def test_child_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> 
     message = str(caught.value)
     assert "decode-0 exited with code 3" in message.splitlines()[0]
     assert message.splitlines()[-1] == "the model is not there"
-    assert children[3].state is State.WAITING  # the gateway was never started
+    assert children[3].state is ChildState.WAITING  # the gateway was never started
     assert gone([child.pid for child in children[:3]], 20.0)
 
 
@@ -111,7 +111,7 @@ async def test_restarts_on_the_same_port(tmp_path: Path) -> None:
         before = (children[1].pid, children[1].address)
         psutil.Process(before[0]).send_signal(signal.SIGKILL)
         async with asyncio.timeout(90):
-            while children[1].starts < 2 or children[1].state is not State.HEALTHY:  # noqa: ASYNC110
+            while children[1].starts < 2 or children[1].state is not ChildState.HEALTHY:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert children[1].pid != before[0] and children[1].address == before[1]
         assert f"prefill-0 (pid {before[0]}) was killed by SIGKILL" in lines[0]

@@ -41,16 +41,16 @@ class ModelAttention:
         self.chunks = [chunks(view, num_heads, own, index) for view, own, index in views]
         self.singles = [singles(view, num_heads, own, index) for view, own, index in views]
 
-    def over(self, *rows: AttentionRows) -> StepAttention:
+    def over(self, *rows: AttentionRows) -> PlannedAttention:
         """Prepares a step of these rows. Those of one token, in a graph: whose `starts` is None."""
         parts = [(self.singles if own.longest == 1 else self.chunks, own) for own in rows]
         for backends, own in parts:
             for backend in backends:
                 backend.plan(own)
-        return StepAttention(self, parts)
+        return PlannedAttention(self, parts)
 
 
-class StepAttention:
+class PlannedAttention:
     """Implements `layers.batch.StepAttention`."""
 
     def __init__(

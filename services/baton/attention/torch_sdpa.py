@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from baton.attention.base import AttentionRows, SeenRow, seen_rows
 from baton.attention.fp8 import dequantize, quantize
+from baton.attention.sdpa import attend
 from baton.kvcache.kv_pool import KvPool
 from baton.layers.attention import AttentionOptions
 
@@ -87,8 +87,7 @@ class TorchAttention:
         self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
     ) -> None:
         self._options = options or [AttentionOptions()] * pool.layout.num_layers
-        self._pool = pool
-        self._layout = pool.layout
+        self._pool, self._layout = pool, pool.layout
         self._num_heads = num_heads
         self._group = group
         self._layers = torch.arange(pool.layout.num_layers, device=pool.device)[:, None]
@@ -164,9 +163,8 @@ class TorchAttention:
 
     def _one_token_on(self, rows: Sequence[SeenRow]) -> bool:
         """The rows are those of the step before in the same order, and each goes on."""
-        if len(rows) != len(self._rows) or self._chunks:
-            return False
-        return all(
+        same = len(rows) == len(self._rows) and not self._chunks
+        return same and all(
             row.pages is before.pages and self._goes_on(row)
             for row, before in zip(rows, self._rows, strict=True)
         )
@@ -208,7 +206,7 @@ class TorchAttention:
             else:
                 row_k, row_v = self._gather(chunk.gathered, chunk.pages[layer], layer, q.dtype)
             mask = self._chunk_mask(chunk, options.window, q.dtype)
-            out[at] = _attend(row_q, row_k, row_v, mask, options)[0].transpose(0, 1)
+            out[at] = attend(row_q, row_k, row_v, mask, options)[0].transpose(0, 1)
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
         """As `forward`, with keys and values that `forward` of this step has written."""
@@ -219,8 +217,7 @@ class TorchAttention:
             keys, values = self._gather(gathered, pages[layer], layer, q.dtype)
             mask = self._chunk_mask(chunk, self._options[layer].window, q.dtype)
             row_q = q[chunk.tokens].transpose(0, 1)[None]
-            attended = _attend(row_q, keys, values, mask, self._options[layer])
-            out[chunk.tokens] = attended[0].transpose(0, 1)
+            out[chunk.tokens] = attend(row_q, keys, values, mask, self._options[layer])[0].transpose(0, 1)
 
     def _decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         kv_heads, dim = self._kv_heads, self._layout.head_dim
@@ -233,7 +230,7 @@ class TorchAttention:
         for group, own, pages in zip(self._groups, queries, self._group_pages[layer], strict=True):
             keys, values = self._gather(group.gathered, pages, layer, q.dtype)
             mask = self._group_mask(group, options.window, q.dtype)
-            results.append(_attend(own, keys, values, mask, options, causal=False))
+            results.append(attend(own, keys, values, mask, options, causal=False))
         result = results[0] if len(results) == 1 else torch.cat(results)
         result = result.reshape(-1, self._num_heads, dim)
         if order is None:
@@ -273,7 +270,7 @@ class TorchAttention:
                     part.append(rows[i])
                     continue
             parts.append((length, [rows[i]]))
-        self._order = None if order == list(range(len(order))) else self._tensor(order)
+        self._order = None if order == list(range(len(order))) else self._there(np.array(order, np.int64))
         self._groups = []
         self._group_sizes = [len(part) for _, part in parts]
         entries: list[npt.NDArray[np.int64]] = []
@@ -317,8 +314,7 @@ class TorchAttention:
         above seven to the next of four steps between powers of two.
 
         How a sum is rounded depends on how many keys there are, masked ones too. The number depends on the
-        row alone, and so does the result, if one thread computes it. Products with 4-bit weights round
-        activations to bfloat16, which would make a difference in the last bit a large one."""
+        row alone, and so does the result, if one thread computes it."""
         size = self._layout.page_size
         if not self._pads(row):
             return row.start + 1
@@ -402,50 +398,3 @@ class TorchAttention:
 
     def _there(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._pool.device)
-
-    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, device=self._pool.device)
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: AttentionOptions,
-    causal: bool = True,
-) -> torch.Tensor:
-    """q [rows, heads, queries, dim], k and v [rows, kv heads, keys, dim] -> q's shape. `causal`: where there
-    is no mask, the last query sees all keys, the one before all but the last, and so on."""
-    causal = causal and mask is None
-    if options.softcap is None and options.sinks is None:
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=causal,
-            scale=options.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-    rows, kv_heads, keys, dim = k.shape
-    queries = q.shape[2]
-    scale = dim**-0.5 if options.scale is None else options.scale
-    grouped = q.reshape(rows, kv_heads, -1, dim)
-    scores = (grouped @ k.transpose(2, 3)).float() * scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    scores = scores.view(rows, kv_heads, -1, queries, keys)
-    if causal:
-        ones = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(ones.triu(keys - queries + 1), -torch.inf)
-    elif mask is not None:
-        scores = scores + mask.unsqueeze(2) if mask.dim() == 4 else scores + mask
-    if options.sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        sinks = options.sinks.float().view(kv_heads, -1, 1, 1).expand(rows, -1, -1, -1, -1)
-        # Rows of one token come with a KV head's query heads as its queries.
-        sinks = sinks.reshape(rows, kv_heads, scores.shape[2], -1, 1).expand(*scores.shape[:4], 1)
-        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-    return (weights.view(rows, kv_heads, -1, keys).to(v.dtype) @ v).view(q.shape)

@@ -83,7 +83,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class MeasuredPoint:
     """Times in milliseconds, of the median run."""
 
     batch: int
@@ -158,7 +158,7 @@ def measure(
     temperature: float,
     bandwidth: float,
     on_progress: Callable[[int], None] = lambda run: None,
-) -> StepTimes:
+) -> MeasuredPoint:
     """Reports the run with the median step of `repeats`, after one to warm up. `on_progress` is called after
     each run. Raises BatonError, also if no step held all rows."""
     runs: list[EngineRun] = []
@@ -169,7 +169,7 @@ def measure(
     chosen = sorted(runs, key=_step)[len(runs) // 2]
     kv_bytes = chosen.attended * bench.engine.pool.layout.bytes_per_token
     weights = weight_bytes(bench)
-    return StepTimes(
+    return MeasuredPoint(
         batch=point.batch,
         context=point.context,
         mean_context=chosen.attended / point.batch,

@@ -26,7 +26,7 @@ from baton.config import WorkerConfig
 
 if TYPE_CHECKING:
     from baton.bench.engine_bench import EngineBench
-    from baton.bench.steps import Point, StepTimes
+    from baton.bench.steps import MeasuredPoint, Point
 
 TOKEN_BUDGET = 8192
 """Large chunks, so that all rows decode together early."""
@@ -52,7 +52,7 @@ class StepOptions:
 
 def measure_all(
     bench: EngineBench, wanted: StepOptions, bandwidth: float, console: Console
-) -> tuple[list[StepTimes], dict[str, str]]:
+) -> tuple[list[MeasuredPoint], dict[str, str]]:
     """Results, and the reason for each point that was not measured."""
     from baton.bench.steps import measure, problem
 
@@ -84,7 +84,7 @@ def measure_all(
     return found, skipped
 
 
-def show(report: dict[str, Any], results: list[StepTimes], console: Console) -> None:
+def show(report: dict[str, Any], results: list[MeasuredPoint], console: Console) -> None:
     """A line about engine and floor, then a row for each point."""
     engine, bandwidth, weights = (
         report["engine"],
@@ -118,7 +118,7 @@ def show(report: dict[str, Any], results: list[StepTimes], console: Console) -> 
 
 
 def show_profiles(
-    bench: EngineBench, wanted: StepOptions, results: list[StepTimes], folder: Path, console: Console
+    bench: EngineBench, wanted: StepOptions, results: list[MeasuredPoint], folder: Path, console: Console
 ) -> None:
     """The longest kernels of each measured point."""
     from baton.bench.steps import Point, profile

@@ -191,9 +191,7 @@ def process_id(namespace: str, commands: Mapping[int, Sequence[str]]) -> Check:
         return Check("process ids", "ok", "unique: not in a container's PID namespace")
     if "serve" in commands.get(1, ()) and "baton.cli.entrypoint" not in commands[1]:
         text = "the worker has process id 1, like those of other containers, which CUDA IPC refuses"
-        hint = (
-            "start it by 'python -Pm baton.cli.entrypoint baton serve ...', as images do; else grpc is used"
-        )
+        hint = "start it by 'python -Pm baton.cli.entrypoint baton serve ...', as images do, or grpc is used"
         return Check("process ids", "note", f"{text}; {hint}")
     workers = sorted(pid for pid, command in commands.items() if pid > 1 and "serve" in command)
     which = f"the worker's is {workers[0]}; " if workers else ""

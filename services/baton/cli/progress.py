@@ -20,25 +20,30 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from baton.cli.supervisor import Child, State
+from baton.cli.supervisor import Child, ChildState
 from baton.cli.surroundings import temporary_folder
 from baton.rpc.errors import failed_precondition
 
-_COLOURS = {State.HEALTHY: "green", State.DIED: "red", State.LOADING: "yellow", State.STARTING: "yellow"}
+_COLOURS = {
+    ChildState.HEALTHY: "green",
+    ChildState.DIED: "red",
+    ChildState.LOADING: "yellow",
+    ChildState.STARTING: "yellow",
+}
 _PREAMBLE = re.compile(r"^((timestamp|level|role)=\S+\s+)+")
 """Beginning of each log line that the table does not repeat."""
 
 
-def shown_state(child: Child) -> State:
+def shown_state(child: Child) -> ChildState:
     """The child's state; STARTING is LOADING once it has logged a line."""
-    if child.state is State.STARTING and child.last_lines(1):
-        return State.LOADING
+    if child.state is ChildState.STARTING and child.last_lines(1):
+        return ChildState.LOADING
     return child.state
 
 
 def detail(child: Child) -> str:
     """The address of a healthy child; the last log line of one that loads."""
-    if child.state is State.HEALTHY:
+    if child.state is ChildState.HEALTHY:
         return child.address
     lines = child.last_lines(1) if child.running else []
     return _PREAMBLE.sub("", lines[0]).strip() if lines else ""
@@ -52,13 +57,13 @@ def _table(children: Sequence[Child], started: float, spinner: Spinner) -> Table
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for child in children:
         state = shown_state(child)
-        moving = state in (State.STARTING, State.LOADING)
+        moving = state in (ChildState.STARTING, ChildState.LOADING)
         seconds = (time.monotonic() if moving else child.since) - started
         colour = _COLOURS.get(state, "dim")
         table.add_row(
-            spinner if moving else "✓" if state is State.HEALTHY else " ",
+            spinner if moving else "✓" if state is ChildState.HEALTHY else " ",
             f"{child.name} [{colour}]{state}[/]",
-            "" if state is State.WAITING else f"{seconds:.1f} s",
+            "" if state is ChildState.WAITING else f"{seconds:.1f} s",
             f"[dim]{escape(detail(child))}[/]",
         )
     return table
@@ -77,14 +82,14 @@ async def _show_live(children: Sequence[Child], console: Console) -> None:
 
 async def _show_lines(children: Sequence[Child], console: Console) -> None:
     started = time.monotonic()
-    shown = {child.name: State.WAITING for child in children}
+    shown = {child.name: ChildState.WAITING for child in children}
 
     def print_changes() -> None:
         for child in children:
             state = shown_state(child)
             if state is not shown[child.name]:
                 shown[child.name] = state
-                address = f" {child.address}" if state is State.HEALTHY else ""
+                address = f" {child.address}" if state is ChildState.HEALTHY else ""
                 console.print(
                     f"{time.monotonic() - started:5.1f} s  {child.name} {state}{address}", highlight=False
                 )

@@ -22,8 +22,8 @@ LAST_LINES = 8
 """Log lines shown when a child dies."""
 
 
-class State(enum.StrEnum):
-    """State of a child process."""
+class ChildState(enum.StrEnum):
+    """What a child process is doing."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -60,7 +60,7 @@ class Child:
         self.http_port = http_port
         self.environment = dict(environment)
         self.log = folder / f"{name}.log"
-        self.state = State.WAITING
+        self.state = ChildState.WAITING
         self.since = time.monotonic()
         self.starts = 0
         self._oom_kills = 0
@@ -86,7 +86,7 @@ class Child:
         """host:port of its HTTP server; empty: it has none."""
         return "" if self.http_port is None else join_address(self.host, self.http_port)
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: ChildState) -> None:
         self.state = state
         self.since = time.monotonic()
 
@@ -96,7 +96,7 @@ class Child:
         Raises ChildError when the process cannot be made, ends first, or `seconds` have passed; it may then
         still be running.
         """
-        self._enter(State.STARTING)
+        self._enter(ChildState.STARTING)
         self.starts += 1
         self._oom_kills = cgroups.oom_kills()
         http_port = "none" if self.http_port is None else str(self.http_port)
@@ -113,14 +113,14 @@ class Child:
                     process_group=0,  # a terminal's Ctrl-C reaches the supervisor alone
                 )
         except OSError as error:
-            self._enter(State.DIED)
+            self._enter(ChildState.DIED)
             raise ChildError(f"{self.name} cannot be started: {error}") from None
         try:
             async with asyncio.timeout(seconds):
                 await self._read_ready_line(self._process)
         except TimeoutError:
             raise self._error(f"{self.name} was not ready after {seconds:.0f} s") from None
-        self._enter(State.HEALTHY)
+        self._enter(ChildState.HEALTHY)
 
     async def _read_ready_line(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -129,7 +129,7 @@ class Child:
                 self._stdout = asyncio.create_task(self._drain_stdout(process.stdout))
                 return
         code = await process.wait()
-        self._enter(State.DIED)
+        self._enter(ChildState.DIED)
         raise self._error(f"{self.name} {self._describe_end(code)} before it was ready")
 
     async def _drain_stdout(self, stdout: asyncio.StreamReader) -> None:
@@ -141,15 +141,15 @@ class Child:
         """Waits for the process's end; returns its exit code (negative: the signal's number)."""
         assert self._process is not None
         code = await self._process.wait()
-        if self.state is not State.STOPPING:
-            self._enter(State.DIED)
+        if self.state is not ChildState.STOPPING:
+            self._enter(ChildState.DIED)
         return code
 
     async def stop(self, seconds: float) -> None:
         """Sends SIGTERM, and SIGKILL if the process still runs after `seconds`. Idempotent."""
         if self._process is None:
             return
-        self._enter(State.STOPPING)
+        self._enter(ChildState.STOPPING)
         self._send(signal.SIGTERM)
         try:
             async with asyncio.timeout(seconds):
@@ -159,7 +159,7 @@ class Child:
             await self._process.wait()
         finally:
             if not self.running:
-                self._enter(State.STOPPED)
+                self._enter(ChildState.STOPPED)
         if self._stdout is not None:
             self._stdout.cancel()
 
@@ -331,7 +331,7 @@ class Supervisor:
             for child in left:
                 with contextlib.suppress(asyncio.CancelledError):
                     await child.ended()
-                child.state = State.STOPPED
+                child.state = ChildState.STOPPED
 
 
 def _inherited() -> dict[str, str]:

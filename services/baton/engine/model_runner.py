@@ -64,9 +64,8 @@ class ModelRunner:
         together with batch-invariant attention, a sequence's tokens depend on the sequence alone.
         `context_length`: positions that will be used; 0: the model's. `token_budget`: no step has more
         tokens; `draft_tokens`: no row has more drafts. `tap`: results have these hidden states, see
-        `HiddenTap.layers`. `progress` is called as graphs are captured. Raises
-        ValueError for a pool without a spare page where rows may pad a batch, and for a model that cannot be
-        computed invariantly."""
+        `HiddenTap.layers`. `progress` is called as graphs are captured. Raises ValueError for a pool without
+        a spare page where rows may pad a batch, and for a model that cannot be computed invariantly."""
         if kernels and len(pool.raw) == pool.num_pages:
             raise ValueError("the pool needs a spare page for rows that pad a batch")
         self._tap = tap
@@ -138,8 +137,6 @@ class ModelRunner:
                         shapes, max_slots, logits, *chunk_works, self.graphs.pool, draft_tokens, progress
                     )
                     self._sampling.chunk_graphs = self.chunk_graphs
-
-    # --- a step -----------------------------------------------------------------------------------------
 
     @property
     def mask_stats(self) -> MaskStats:
@@ -234,8 +231,6 @@ class ModelRunner:
             upload.add(array)
         return upload.send(self._device)
 
-    # --- decode steps, by graph -------------------------------------------------------------------------
-
     def _launch_graph(
         self, graphs: DecodeGraphs, rows: Sequence[PlanRow], fresh: Mapping[int, int], launched: LaunchedStep
     ) -> None:
@@ -257,8 +252,6 @@ class ModelRunner:
         pending = PendingSampling(graphs.logits(len(rows)), slots, positions + 1, masked)
         pending.graph = len(rows) if simple is not None else 0
         self._sampling.sample(launched, pending)
-
-    # --- all other steps --------------------------------------------------------------------------------
 
     def _launch_ragged(
         self, rows: Sequence[PlanRow], fresh: Mapping[int, int], launched: LaunchedStep
@@ -345,9 +338,8 @@ class ModelRunner:
             for part, at in zip(parts, [slice(0, single), slice(single, None)][single == 0 :], strict=False):
                 part.tables, part.lengths = tables[at].unbind(1), lengths[at]
                 part.starts = None if part.longest == 1 else starts
-        axes, embeddings, states = None, None, None
-        if divided is not None:
-            states = StateRows(single, *divided)
+        axes, embeddings = None, None
+        states = None if divided is None else StateRows(single, *divided)
         if any(row.images for row in host.rows):
             if self.images is None:
                 raise ValueError("images are computed by models with a vision tower, without kernels, only")

@@ -157,8 +157,6 @@ class GatewayRequest:
             outcome = "cancelled" if error.code is grpc.StatusCode.CANCELLED else "failed"
             self._release(outcome, error)
 
-    # Before the decode node.
-
     async def _prepare(self, start: inference_pb2.GenerateStart) -> None:
         try:
             prepared = await prepare(
@@ -208,8 +206,6 @@ class GatewayRequest:
     def _tokenized(self, count: int) -> None:
         self._timing.begin_phase("route")
         self._record(EventKind.TOKENIZED, number=count)
-
-    # At decode nodes.
 
     def _place(self) -> None:
         """Sends the next attempt now, or as soon as a node can take it. `attempts` and the routing decide."""
@@ -273,8 +269,6 @@ class GatewayRequest:
         """The client does not read, or reads again."""
         if (node := self._node) is not None:
             node.pause(self.number, self.attempts.number, paused)
-
-    # From the decode node (TokenSink).
 
     def on_admitted(self) -> None:
         self.admitted, self._template.announce_admission = True, False
@@ -373,8 +367,6 @@ class GatewayRequest:
                 self._gateway.metrics.routed(predicted, self.log.cached_tokens)
             self._commit_session(stats.prefill_address)
             self._release("finished", None)
-
-    # The end.
 
     def _expire(self) -> None:
         self.fail(deadline_exceeded(f"the request did not finish within {self._timing.limit:g} s"))

@@ -21,8 +21,9 @@ from baton.kvcache.page_allocator import (
     PageState,
     require,
 )
-from baton.kvcache.prefix_tree import PrefixTree, TokenKey, TreeObserver
+from baton.kvcache.prefix_tree import PrefixTree, TokenKey
 from baton.kvcache.tree_node import PageRow, TreeNode
+from baton.kvcache.tree_observer import TreeObserver
 from baton.kvcache.tree_walk import TreeWalk
 from baton.layers.cache_spec import State
 
@@ -91,7 +92,7 @@ class KvCacheManager:
         for i, _ in self._windows:
             table, first = tables[i], min(dropped[i], len(rows))
             table[:first] = [NO_PAGE] * first
-            self._tree.reference(table[first:])
+            self._tree.windows.reference(table[first:])
         holding = BlockTable(tables, namespace, node, dropped)
         self._holdings.add(holding)
         return holding
@@ -119,7 +120,7 @@ class KvCacheManager:
 
     def known_length(self, tokens: TokenKey, namespace: str = "") -> int:
         """Tokens, in whole pages, with which an earlier sequence began; `hold` may find fewer of them."""
-        return self._tree.known_length(tokens, namespace) * self.page_size
+        return self._tree.find(tokens, namespace)[1] * self.page_size
 
     def matched(self, rows: int) -> int:
         """Pages that a holding has which was made with `rows` cached page indexes."""
@@ -199,7 +200,7 @@ class KvCacheManager:
         owned = holding.owned.intersection(pages)
         self._allocator.give_back(owned)
         holding.owned -= owned
-        self._tree.unreference([page for page in pages if page != NO_PAGE and page not in owned])
+        self._tree.windows.unreference([page for page in pages if page != NO_PAGE and page not in owned])
 
     def commit(
         self, holding: BlockTable, tokens: TokenKey, namespace: str = "", spare: int | None = None
@@ -242,7 +243,7 @@ class KvCacheManager:
         cached = set(taken)
         holding.owned -= cached
         for i, _ in self._windows:
-            self._tree.reference([p for p in holding.tables[i][first:end] if p in cached])
+            self._tree.windows.reference([p for p in holding.tables[i][first:end] if p in cached])
 
     def pin(self, holding: BlockTable) -> None:
         """A lease on the holding or a pull into it begins."""
@@ -362,7 +363,10 @@ class KvCacheManager:
             f"{self._tree.locks} locks, {len(self._holdings)} holdings",
         )
         used = Counter(page for holding in self._holdings for page in self._referenced(holding))
-        require(used == self._tree.references, "window pages of holdings are not those that the tree keeps")
+        require(
+            used == self._tree.windows.references,
+            "not the window pages of holdings are kept",
+        )
         released = sum(holding.released for holding in self._holdings)
         require(released == self._pending, f"{self._pending} releases pending, {released} holdings released")
         if idle:
@@ -372,7 +376,7 @@ class KvCacheManager:
     def _free(self, holding: BlockTable) -> None:
         if holding.pins:
             return
-        self._tree.unreference(self._referenced(holding))
+        self._tree.windows.unreference(self._referenced(holding))
         self._tree.unlock(holding.node)
         self._allocator.give_back(holding.owned)
         holding.owned.clear()

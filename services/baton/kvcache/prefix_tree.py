@@ -7,38 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count as counter
-from typing import Protocol
 
 from baton.kvcache.eviction import EvictionQueue, Policy, make_policy
 from baton.kvcache.kv_groups import FULL, NO_PAGE, KvGroup
 from baton.kvcache.page_allocator import AccountingError, require
 from baton.kvcache.page_keys import page_key
 from baton.kvcache.tree_node import PageRow, TreeNode
+from baton.kvcache.tree_observer import WITHDRAWN, TreeObserver, report
 from baton.kvcache.window_pages import WindowPages
 
 TokenKey = Sequence[int] | bytes
 """Token ids, or what `PrefixTree.encode` has made of them."""
-_WITHDRAWN = "\udc00"
-"""A lone surrogate, which begins namespaces that no message can name."""
-
-
-def is_withdrawn(namespace: str) -> bool:
-    """Whether what observers are told of this namespace is damaged, and found by nobody."""
-    return namespace.startswith(_WITHDRAWN)
-
-
-class TreeObserver(Protocol):
-    """Called for each change, in the tree's thread; must return at once."""
-
-    def stored(self, after: int | None, namespace: str, key: bytes, rows: Sequence[int]) -> None:
-        """The rows of these ids have come; they hold the tokens of `key`, and follow row
-        `after` (None: they begin a sequence). The sequence may be the tree's own: to be copied."""
-
-    def removed(self, rows: Sequence[int]) -> None:
-        """These rows have gone. Called like `stored`."""
-
-    def all_reported(self) -> None:
-        """All rows that were present have been told; what follows is new."""
 
 
 class PrefixTree:
@@ -69,9 +48,10 @@ class PrefixTree:
         # none: every page outside locked nodes can be evicted, leaf after leaf. A window page in use is in a
         # locked node.
         self._queue = EvictionQueue(self._policy)
-        self._windows = WindowPages(self.groups, page_size, self._policy)
-        self._has_windows = bool(self._windows.groups)
-        self.full_groups = len(self.groups) - len(self._windows.groups)
+        self.windows = WindowPages(self.groups, page_size, self._policy)
+        """Those that sequences use are referenced there; their rows are locked."""
+        self._has_windows = bool(self.windows.groups)
+        self.full_groups = len(self.groups) - len(self.windows.groups)
         """Pages of a row that live as long as the row."""
         self._root = TreeNode(None, ("", b""), b"", 0, [], [])
         self._ids = counter()
@@ -100,11 +80,7 @@ class PrefixTree:
         return len(tokens) // (self._stride if isinstance(tokens, bytes) else self.page_size)
 
     def match(
-        self,
-        tokens: TokenKey,
-        namespace: str = "",
-        max_rows: int | None = None,
-        position: int | None = None,
+        self, tokens: TokenKey, namespace: str = "", max_rows: int | None = None, position: int | None = None
     ) -> tuple[TreeNode, list[PageRow]]:
         """Finds the longest usable prefix in whole pages, and counts as a use of it: its rows, and the node
         that ends with it. Locks nothing; the node is stale after an `evict`.
@@ -113,7 +89,7 @@ class PrefixTree:
         """
         node, inside, rows = self._descend(self._root, self.encode(tokens, max_rows), namespace)
         if self._has_windows:
-            del rows[self._windows.usable(rows, position) :]
+            del rows[self.windows.usable(rows, position) :]
             while node.first >= len(rows) and node.parent is not None:
                 node = node.parent
             inside = len(rows) - node.first
@@ -131,11 +107,7 @@ class PrefixTree:
     def match_length(self, tokens: TokenKey, namespace: str = "", max_rows: int | None = None) -> int:
         """Rows that `match` would find; changes nothing."""
         rows = self._descend(self._root, self.encode(tokens, max_rows), namespace)[2]
-        return self._windows.usable(rows, None) if self._has_windows else len(rows)
-
-    def known_length(self, tokens: TokenKey, namespace: str = "", max_rows: int | None = None) -> int:
-        """Rows that begin like `tokens`, usable or not; changes nothing."""
-        return len(self._descend(self._root, self.encode(tokens, max_rows), namespace)[2])
+        return self.windows.usable(rows, None) if self._has_windows else len(rows)
 
     def find(self, tokens: TokenKey, namespace: str) -> tuple[TreeNode, int]:
         """The node in which the longest prefix of `tokens` ends that the tree has in whole pages, whether it
@@ -163,7 +135,7 @@ class PrefixTree:
         count = self.unlocked_rows(tokens, rows, namespace) * self.full_groups
         if self._has_windows:
             found = self._descend(self._root, self.encode(tokens, rows), namespace)[2]
-            count += self._windows.unreferenced(found, position)
+            count += self.windows.unreferenced(found, position)
         return count
 
     def lock(self, node: TreeNode) -> None:
@@ -187,25 +159,8 @@ class PrefixTree:
                 self._locked_rows -= len(above.rows)
         self._enqueue(node)
 
-    def reference(self, pages: Sequence[int]) -> None:
-        """Keeps these pages of window groups, in rows that the caller has locked, from eviction."""
-        self._windows.reference(pages)
-
-    def unreference(self, pages: Sequence[int]) -> None:
-        """Ends as many `reference`s."""
-        self._windows.unreference(pages)
-
-    @property
-    def references(self) -> dict[int, int]:
-        """How often each page is referenced."""
-        return self._windows.references
-
     def insert(
-        self,
-        tokens: TokenKey,
-        rows: Sequence[PageRow],
-        namespace: str = "",
-        after: TreeNode | None = None,
+        self, tokens: TokenKey, rows: Sequence[PageRow], namespace: str = "", after: TreeNode | None = None
     ) -> tuple[TreeNode, list[int]]:
         """Inserts `rows`, which hold the KV of `tokens` (those beyond the last whole page are left out).
 
@@ -242,7 +197,7 @@ class PrefixTree:
     def evict(self, count: int) -> list[int]:
         """Removes `count` pages, or a few more, or all that are not in use if those are fewer; returns their
         ids. Inner window pages go first."""
-        evicted = self._windows.evict_inner(count) if self._has_windows else []
+        evicted = self.windows.evict_inner(count) if self._has_windows else []
         removed: list[int] = []
         while len(evicted) < count:
             leaf = self._queue.first()
@@ -253,13 +208,13 @@ class PrefixTree:
                 evicted += [page for page in row if page != NO_PAGE]
                 removed.append(leaf.ids.pop())
                 if self._has_windows:
-                    self._windows.removed(row)
+                    self.windows.removed(row)
             if leaf.rows:
                 leaf.key = leaf.key[: len(leaf.rows) * self._stride]
             else:
                 self._remove(leaf)
         if self._has_windows and len(evicted) < count:
-            evicted += self._windows.evict_ends(count - len(evicted))
+            evicted += self.windows.evict_ends(count - len(evicted))
         self.cached -= len(evicted)
         self.version += bool(evicted)
         if removed:
@@ -285,7 +240,7 @@ class PrefixTree:
     def path_of(self, node: TreeNode) -> tuple[str, bytes, list[PageRow]]:
         """See TreeNode.whole; the rows as far as they are usable."""
         namespace, key, rows = node.whole()
-        return namespace, key, rows[: self._windows.usable(rows, None)]
+        return namespace, key, rows[: self.windows.usable(rows, None)]
 
     def withdraw(self, node: TreeNode) -> None:
         """No search from the root finds any more what leads to `node`, nor what follows any of it: the
@@ -295,16 +250,16 @@ class PrefixTree:
         if top is None or top.withdrawn:
             return
         del self._root.children[top.child_key]
-        top.child_key = (f"{_WITHDRAWN}{next(self._ids)}", top.child_key[1])
+        top.child_key = (f"{WITHDRAWN}{next(self._ids)}", top.child_key[1])
         self._root.children[top.child_key] = top
         self.version += 1
         for each in top.subtree():
             each.withdrawn = True
             self._enqueue(each)
-            self._windows.touched(each)
+            self.windows.touched(each)
         for observer in self._observers:
             observer.removed([row for each in top.subtree() for row in each.ids])
-            _report(observer, top)
+            report(observer, top)
 
     def withdraw_prefix(self, first: bytes, namespace: str) -> None:
         """As `withdraw`, for all that begins with a page of these tokens, 4 bytes each."""
@@ -319,13 +274,13 @@ class PrefixTree:
             self._observers.remove(before)
         if observer is not None:
             self._observers.append(observer)
-            _report(observer, self._root)
+            report(observer, self._root)
             observer.all_reported()
 
     @property
     def locked(self) -> int:
         """Pages that cannot be evicted now."""
-        return self._locked_rows * self.full_groups + self._windows.referenced
+        return self._locked_rows * self.full_groups + self.windows.referenced
 
     @property
     def evictable(self) -> int:
@@ -354,13 +309,11 @@ class PrefixTree:
                 require(candidate == (node in self._queue), "the eviction queue is not the unlocked leaves")
                 leaves += candidate
             locked += len(node.rows) if node.locks else 0
-        require(
-            len(self._queue) == leaves, f"{len(self._queue)} eviction candidates, {leaves} unlocked leaves"
-        )
+        require(len(self._queue) == leaves, "candidates for eviction are not as many as unlocked leaves")
         pages = [page for _, page in self.pages()]
         require(len(set(pages)) == len(pages), "a page is in the tree twice")
         require((len(pages), locked) == (self.cached, self._locked_rows), "pages in the tree were miscounted")
-        self._windows.check(self._root.subtree())
+        self.windows.check(self._root.subtree())
 
     def _descend(self, node: TreeNode, key: bytes, namespace: str) -> tuple[TreeNode, int, list[PageRow]]:
         """Follows `key` below `node`: the last node reached, how many of its rows match, all rows found."""
@@ -382,7 +335,7 @@ class PrefixTree:
     def _split(self, node: TreeNode, rows: int) -> TreeNode:
         upper = node.split(rows, self._stride)
         if self._has_windows:
-            self._windows.moved(upper, node)
+            self.windows.moved(upper, node)
         return upper
 
     def _fill(self, node: TreeNode, start: TreeNode, rows: Sequence[PageRow]) -> list[int]:
@@ -390,7 +343,7 @@ class PrefixTree:
         lack; the rows begin where `start` ends."""
         taken: list[int] = []
         while node is not start:
-            taken += self._windows.fill(node, rows[node.first - start.end : node.end - start.end])
+            taken += self.windows.fill(node, rows[node.first - start.end : node.end - start.end])
             assert node.parent is not None
             node = node.parent
         return taken
@@ -413,14 +366,14 @@ class PrefixTree:
             node.children[child.child_key] = child
             self._enqueue(child)
         if self._has_windows:
-            self._windows.moved(child)
+            self.windows.moved(child)
         return child
 
     def _remove(self, leaf: TreeNode) -> None:
         assert leaf.parent is not None
         self._queue.discard(leaf)
         if self._has_windows:
-            self._windows.forget(leaf)
+            self.windows.forget(leaf)
         del leaf.parent.children[leaf.child_key]
         self._enqueue(leaf.parent)
         leaf.parent = None
@@ -432,16 +385,9 @@ class PrefixTree:
             above.hits += hits
             above.demoted = False
             if self._has_windows:
-                self._windows.touched(above)
+                self.windows.touched(above)
         self._enqueue(node)
 
     def _enqueue(self, node: TreeNode) -> None:
         if node is not self._root and not node.children and node.locks == 0:
             self._queue.put(node)
-
-
-def _report(observer: TreeObserver, top: TreeNode) -> None:
-    for node in top.subtree():
-        if node.parent is not None:
-            above = node.parent.ids
-            observer.stored(above[-1] if above else None, node.child_key[0], node.key, node.ids)

@@ -10,6 +10,10 @@ import numpy.typing as npt
 import torch
 
 _ALIGNMENT = 16
+_PIECE = 16 * 2**20
+"""Bytes that are copied to a GPU at a time. Measured on an H200's host, from the page cache: 8 threads over
+pinned pieces 30 to 45 GB/s, one thread or pageable memory 10; safetensors' own loading to the device 11 to
+37, with whole tensors beside the weights in the device's memory."""
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -61,3 +65,28 @@ def _view(raw: torch.Tensor, array: npt.NDArray[Any]) -> torch.Tensor:
 @cache
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.zeros(0, dtype)).dtype
+
+
+class PinnedPieces:
+    """Two pinned pieces: one is filled while the other is copied to the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pieces = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._gone = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Flat tensors; the host converts to the target's dtype."""
+        step = _PIECE // target.itemsize
+        for part, there in zip(torch.split(source, step), torch.split(target, step), strict=True):
+            self._turn ^= 1
+            self._gone[self._turn].synchronize()
+            piece = self._pieces[self._turn][: there.nbytes].view(target.dtype)
+            piece.copy_(part)
+            with torch.cuda.stream(self._stream):
+                there.copy_(piece, non_blocking=True)
+            self._gone[self._turn].record(self._stream)
+
+    def wait(self) -> None:
+        self._stream.synchronize()

@@ -76,7 +76,7 @@ class StateCache(NamedTuple):
 
 
 class StepAttention(Protocol):
-    """Attention of all layers over one step's rows: `attention.step.StepAttention`."""
+    """Attention of all layers over one step's rows: `attention.step.PlannedAttention`."""
 
     def write_and_attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Writes a layer's keys and values of all tokens into the pool and attends. q

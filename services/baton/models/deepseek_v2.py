@@ -7,7 +7,8 @@ from functools import partial
 
 from baton.layers.mla import MlaAttention, MlaShape
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models import llama

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from baton.layers.mla import MlaAttention
-from baton.layers.moe import Routing
+from baton.layers.moe_routing import Routing
 from baton.layers.parameters import Parameters
 from baton.models import deepseek_v2, llama
 from baton.models.config import ModelConfig, require_silu

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from baton.layers.attention import Attention, AttentionModule, AttentionOptions
 from baton.layers.batch import Batch
 from baton.layers.mlp import ACTIVATIONS, GatedMlp
-from baton.layers.moe import Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope

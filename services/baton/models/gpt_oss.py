@@ -4,7 +4,8 @@ dequantized from MXFP4 where the checkpoint has that."""
 from __future__ import annotations
 
 from baton.layers.attention import Attention, AttentionOptions
-from baton.layers.moe import PROJECTIONS, ClampedSwiglu, Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import PROJECTIONS, ClampedSwiglu, Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models import llama

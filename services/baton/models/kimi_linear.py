@@ -8,7 +8,8 @@ import torch
 from baton.layers.kimi_delta_attention import KimiDeltaAttention
 from baton.layers.mla import MlaAttention, MlaShape
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from baton.layers.attention import NONE, Attention
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope

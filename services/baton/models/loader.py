@@ -14,6 +14,7 @@ import torch
 
 from baton import cgroups
 from baton.gguf_file import opened
+from baton.layers.async_copy import PinnedPieces
 from baton.layers.cache_spec import CacheSpec, State
 from baton.layers.parameters import Parameter, Parameters
 from baton.layers.quantization.quantized_tensor import QuantizedTensor
@@ -32,10 +33,6 @@ LoadingProgress = Callable[[int, int], None]
 
 _THREADS = 8
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_PIECE = 16 * 2**20
-"""Bytes that are copied to a GPU at a time. Measured on an H200's host, from the page cache: 8 threads over
-pinned pieces 30 to 45 GB/s, one thread or pageable memory 10; safetensors' own loading to the device 11 to
-37, with whole tensors beside the weights in the device's memory."""
 
 
 def read_weights(path: Path, declared: Parameters, report: LoadingProgress) -> None:
@@ -134,7 +131,7 @@ def _copy(
 ) -> None:
     """One thread's share; returns when all of it has arrived, or waits in `filling`."""
     device = next(iter(parameters.values())).target.device
-    staging = _Staging(device) if device.type == "cuda" and names else None
+    staging = PinnedPieces(device) if device.type == "cuda" and names else None
     whole = {
         name
         for name in names
@@ -179,31 +176,6 @@ def _copy(
         progress.add(target.nbytes)
     if staging is not None:
         staging.wait()
-
-
-class _Staging:
-    """Two pinned pieces: one is filled while the other is copied to the GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pieces = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._gone = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._turn = 0
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Flat tensors; the host converts to the target's dtype."""
-        step = _PIECE // target.itemsize
-        for part, there in zip(torch.split(source, step), torch.split(target, step), strict=True):
-            self._turn ^= 1
-            self._gone[self._turn].synchronize()
-            piece = self._pieces[self._turn][: there.nbytes].view(target.dtype)
-            piece.copy_(part)
-            with torch.cuda.stream(self._stream):
-                there.copy_(piece, non_blocking=True)
-            self._gone[self._turn].record(self._stream)
-
-    def wait(self) -> None:
-        self._stream.synchronize()
 
 
 class _CopyProgress:

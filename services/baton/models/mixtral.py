@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.layers.moe import Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.models.config import ModelConfig, require_silu
 from baton.models.decoder import Decoder

@@ -12,7 +12,8 @@ from baton.layers.attention import NONE, AttentionModule
 from baton.layers.batch import Batch
 from baton.layers.mamba2 import Mamba2, Mamba2Shape
 from baton.layers.mlp import Mlp
-from baton.layers.moe import Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.recurrent import RecurrentModule

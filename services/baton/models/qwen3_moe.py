@@ -4,7 +4,8 @@ mixtures of experts in all layers or in some."""
 from __future__ import annotations
 
 from baton.layers.attention import Attention, AttentionOptions
-from baton.layers.moe import Experts, Mixture, MoeGate, Routing
+from baton.layers.moe import Experts, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models import llama

@@ -7,7 +7,8 @@ from __future__ import annotations
 from baton.layers.attention import Attention
 from baton.layers.gated_delta_net import DeltaNetShape, GatedDeltaNet
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import Experts, GatedExpert, Mixture, MoeGate, Routing
+from baton.layers.moe import Experts, GatedExpert, Mixture
+from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope

@@ -162,7 +162,7 @@ class _Engine:
         self._copier.copy(self._scratch.data_ptr(), self._peer, len(self._scratch))
 
 
-class PageCopier:
+class CudaPageCopier:
     """Belongs to one thread. Nothing that it has enqueued runs any more once `copy` returned or raised."""
 
     def __init__(

@@ -20,7 +20,7 @@ from baton.transport.base import (
 )
 from baton.transport.cuda_copy import (
     CopyStrategy,
-    PageCopier,
+    CudaPageCopier,
     PeerPart,
     choose_copy_strategy,
     kernel_available,
@@ -144,7 +144,7 @@ class CudaIpcReceiver(ThreadReceiver):
         self._same_gpu = not ours.isdisjoint(part.device_uuid for part in self._parts)
         self._generations = seen = _generations(endpoint)
         self._bases: list[tuple[torch.device, cuda_runtime.Pointer]] = []
-        self._copier: PageCopier | None = None
+        self._copier: CudaPageCopier | None = None
         self._kernel = False
         retired = seen.retired if seen is not None and seen.sees_steps else None
         super().__init__(local, endpoint.num_pages, retired)
@@ -177,7 +177,7 @@ class CudaIpcReceiver(ThreadReceiver):
             cuda_runtime.use(device)
             peer[device] = [self._map_part(part, device) for part in self._parts]
         cuda_runtime.use(self._pool.device)
-        self._copier = PageCopier(self._pool, peer, self._endpoint.num_pages)
+        self._copier = CudaPageCopier(self._pool, peer, self._endpoint.num_pages)
         self._kernel = self._copier.whole and kernel_available()
 
     def _map_part(self, part: pb.CudaIpcPart, device: torch.device) -> PeerPart:

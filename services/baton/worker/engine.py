@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,8 @@ from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import Runner
 from baton.engine.timed_runner import TimedRunner
 from baton.engine.warmup import StepLimits, measure_step_cost
-from baton.grammar.base import Backend, GrammarError
 from baton.grammar.compiler import THREADS, GrammarCompiler
-from baton.grammar.trials import Trials, TrialVocabulary
+from baton.grammar.trials import Trials
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_groups import longest
 from baton.kvcache.kv_pool import PagePool, default_page_size
@@ -50,6 +49,7 @@ from baton.transport import (
 from baton.v1 import common_pb2, embed_pb2, node_pb2
 from baton.worker.checks import checked
 from baton.worker.draft_model import load_drafter
+from baton.worker.grammar_requests import make_compiler
 from baton.worker.host_memory import HostMemory, parse_size
 from baton.worker.memory import num_pages, run_largest_steps
 from baton.worker.model import (
@@ -354,31 +354,3 @@ def step_limits(engine: Engine) -> StepLimits:
 def log_cost(event: str, cost: StepCost, **more: object) -> None:
     step_ms = round(1000 * cost.seconds(StepLoad(decode_sequences=1)), 3)
     _log.info(event, step_ms=step_ms, prompt_token_us=round(1e6 * cost.token, 2), **more)
-
-
-def make_compiler(path: Path, model: node_pb2.ModelInfo, trials: Trials | None = None) -> GrammarCompiler:
-    """path: the checkpoint. trials: where grammars are tried first; None: nowhere. The libraries and the
-    vocabulary are loaded when the first grammar comes: a second or two, and memory that many workers never
-    need."""
-
-    def load() -> Backend:
-        from baton.grammar.llguidance import LlguidanceBackend
-        from baton.tokenizer.hf_tokenizer import load
-
-        if not model.eos_token_ids:
-            raise GrammarError("the model has no end-of-sequence token, which would end the output")
-        try:
-            tokenizer = load(path)
-        except CheckpointError as error:
-            raise GrammarError(f"the model's vocabulary is not known: {error}") from error
-        vocabulary, eos = tokenizer.vocabulary, list(model.eos_token_ids)
-        if trials is not None:
-            special = sorted(vocabulary.special)
-            trials.load(TrialVocabulary(vocabulary.tokens, special, eos, model.vocab_size))
-
-        def encode(text: str) -> Sequence[int]:
-            return tokenizer.encode([text], add_special_tokens=False)[0]
-
-        return LlguidanceBackend(vocabulary.tokens, vocabulary.special, eos, model.vocab_size, encode)
-
-    return GrammarCompiler(load, check=trials.check if trials is not None else None)

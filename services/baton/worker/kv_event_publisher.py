@@ -16,7 +16,7 @@ import msgspec
 from baton.config import WorkerConfig
 from baton.kvcache.kv_cache_manager import KvCacheManager
 from baton.kvcache.kv_events import Removed, RowDigests, Stored, TreeEvents, as_number
-from baton.kvcache.prefix_tree import is_withdrawn
+from baton.kvcache.tree_observer import is_withdrawn
 from baton.rpc.address import is_loopback
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger

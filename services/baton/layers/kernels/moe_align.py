@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
-from baton.layers.moe import MoeGate
+from baton.layers.moe_routing import MoeGate
 
 _BLOCK = 4096
 """Choices that a program of `_sort` looks at together."""

@@ -15,7 +15,8 @@ from baton.layers.kernels.activation import gated, gating
 from baton.layers.kernels.moe_align import chosen_expert, constants, on_this_rank
 from baton.layers.kernels.moe_small_batch_int4 import BlockSizes
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import Experts, MoeGate
+from baton.layers.moe import Experts
+from baton.layers.moe_routing import MoeGate
 
 DownBlock = tuple[int, int, int, int, int]
 """Choices taken together, rows and columns of each, warps, and steps that are unrolled."""

@@ -14,7 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from baton.layers.kernels.activation import gated, gating
 from baton.layers.kernels.moe_align import chosen_expert, constants, on_this_rank
 from baton.layers.kernels.quantized_gemv import quarters
-from baton.layers.moe import Experts, MoeGate
+from baton.layers.moe import Experts
+from baton.layers.moe_routing import MoeGate
 
 BlockSizes = tuple[int, int, int, int]
 """Rows and columns of a tile of weights, here pieces of 16 columns, warps, stages."""
