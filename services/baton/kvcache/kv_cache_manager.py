@@ -365,7 +365,7 @@ class KvCacheManager:
         used = Counter(page for holding in self._holdings for page in self._referenced(holding))
         require(
             used == self._tree.windows.references,
-            "not the window pages of holdings are kept",
+            "window pages of holdings are not those kept",
         )
         released = sum(holding.released for holding in self._holdings)
         require(released == self._pending, f"{self._pending} releases pending, {released} holdings released")
