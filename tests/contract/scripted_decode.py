@@ -79,6 +79,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         self.mute = False
         """Heartbeats are left unanswered, as by a step thread that hangs."""
         self.running: dict[int, asyncio.Task[None]] = {}
+        self.log: decode_pb2.DecodeLog | None = None
+        """Of a request whose gateway is gone."""
+        self.taken: list[tuple[int, int]] = []
         self._incarnation = new_incarnation()
         self._model = node_pb2.ModelInfo(
             name=name,
@@ -116,6 +119,12 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         return node_pb2.NodeInfo(
             role="decode", incarnation=self._incarnation, address=self.address, model=self._model
         )
+
+    async def TakeLog(self, request, context) -> decode_pb2.DecodeLog:
+        self.taken.append((request.gateway, request.request))
+        if self.log is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no log")
+        return self.log
 
     async def Generate(self, requests, context) -> None:
         # A write that is cancelled would break the stream, so that scripts only fill this box.

@@ -1,20 +1,23 @@
 """A request goes on at another gateway, with the ticket of the first and what its client has."""
 
 import asyncio
+import json
+import random
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from gateway_rig import Stream, gateway, ids_of, text_of, tokenizer
-from scripted_decode import ScriptedDecode, endless, silent
+from scripted_decode import LENGTH, ScriptedDecode, endless, silent
 from test_inference_faults import failure
 from test_resume import speaking
 
 from baton.client import AsyncClient, BatonError, Client
 from baton.gateway.resume_ticket import TicketSeal
 from baton.rpc.channel import open_channel
-from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from baton.v1 import common_pb2, decode_pb2, inference_pb2, inference_pb2_grpc
 from ports import free_port
 
 OTHER = "TICKET_OF_OTHER_REQUEST"
@@ -209,6 +212,91 @@ async def one_that_ends(files, node):
             await first.aclose()
 
 
+def sse(response):
+    """Events of a stream: their ids and what they say."""
+    found = []
+    for part in response.text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in part.splitlines() if line and not line.startswith(":"))
+        if lines.get("data", "[DONE]") != "[DONE]":
+            found.append((lines.get("id", ""), json.loads(lines["data"])))
+    return found
+
+
+def texts(found, n):
+    told = [""] * n
+    for _, event in found:
+        for choice in event.get("choices", ()):
+            told[choice["index"]] += (
+                choice.get("text", "") or choice.get("delta", {}).get("content", "") or ""
+            )
+    return told
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_a_stream_of_events_goes_on_at_another_gateway_after_any_event(files, path):
+    chat = path != "completions"
+    body = {"model": "scripted", "max_tokens": 50, "n": 2, "stream": True, "seed": 5, "stop": ["STOP"]}
+    body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True} if chat else {"prompt": "x"}
+    head = {"authorization": f"Bearer {KEYS[0]}"}
+    async with (
+        ScriptedDecode(silent) as node,
+        gateways(files, [node], [node]) as (one, two),
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        outputs = [await one.encode("é STO — two"), await one.encode("ST STOP never")]
+        node.script = speaking(outputs, logprobs=chat)
+
+        async def ask(rig, **more):
+            return await http.post(f"{rig.http}/v1/{path}", json=body, headers=head | more)
+
+        calm = await ask(one)
+        assert node.starts[-1].keep_log
+        told, whole = sse(calm), ["é STO — two", "ST "]
+        assert texts(told, 2) == whole
+        first = f"{told[0][1]['id']}"
+        for cut in range(len(told)):
+            # The decode node has gone on: a few tokens more than the client has.
+            node.log = decode_pb2.DecodeLog()
+            for choice, output in enumerate(outputs):
+                known = output[: len(output) if cut > 6 else max(5, cut)]
+                entries = [
+                    common_pb2.PositionLogprobs(chosen={"token_id": token, "logprob": -at - choice / 10})
+                    for at, token in enumerate(known)
+                ]
+                end = LENGTH if known == output else 0
+                node.log.choices.add(token_ids=known, logprobs=entries if chat else (), finish_reason=end)
+            position = next((id for id, _ in reversed(told[: cut + 1]) if id), "")
+            ticket = calm.headers["x-baton-resume"]
+            rest = await ask(two, **{"x-baton-resume": ticket, "last-event-id": position})
+            assert rest.status_code == 200, rest.text
+            found = sse(rest)
+            had = told[: cut + 1] if position else []
+            assert texts(had + found, 2) == whole, (cut, position)
+            if chat:
+                for choice in (0, 1):
+                    entries = [
+                        entry["logprob"]
+                        for _, event in had + found
+                        for each in event["choices"]
+                        if each["index"] == choice and each["logprobs"]
+                        for entry in each["logprobs"]["content"]
+                    ]
+                    assert entries == pytest.approx([-at - choice / 10 for at in range(len(entries))])
+            ends = [each["index"] for _, e in had + found for each in e["choices"] if each["finish_reason"]]
+            assert sorted(ends) == [0, 1]
+            assert all(event["id"] == first for _, event in found)
+        node.log = None  # no node has it any more
+        lost = await ask(two, **{"x-baton-resume": ticket, "last-event-id": told[-1][0]})
+        assert "RESUME_LOST" in lost.text or "are not known any more" in lost.text
+        for wrong in ("1", "1.1.1.1.1", "9" * 500, "1.0.0.0.7,1.0.0.0.0", "é"):
+            refused = await ask(two, **{"x-baton-resume": ticket, "last-event-id": wrong.encode()})
+            assert refused.status_code == 400 and "last-event-id" in refused.text, refused.text
+        body["stream"] = False
+        assert (await ask(two, **{"x-baton-resume": ticket})).status_code == 400
+        body["stream"] = True
+        assert (await ask(two, **{"x-baton-resume": "wrong"})).status_code == 400
+
+
 OPTIONS = {"max_tokens": 50, "logprobs": 0, "stop": "STOP", "n": 2, "prompt_logprobs": 0}
 
 
@@ -237,6 +325,36 @@ async def test_the_client_goes_on_by_itself(files):
         with pytest.raises(BatonError) as refused:
             await client.generate("x", max_tokens=0)
         assert refused.value.reason == "INVALID_FIELD"
+
+
+async def test_what_was_delivered_is_not_computed_again(files):
+    """Tokens are others in each attempt, as those of a model whose logits depend on the batch may be."""
+    said = []
+
+    async def chance(running):
+        said.append([*running.start.choices[0].token_ids] if running.start.choices else [])
+        last = len(said) == 2
+        await running.prompt()
+        for at in range(len(said[-1]), 40):
+            if at == 20 and not last:
+                await silent(running)
+            said[-1].append(random.randrange(40, 90))
+            await running.tokens([said[-1][-1]], finish=LENGTH if at == 39 else 0)
+        await running.finished()
+
+    async with (
+        ScriptedDecode(chance) as node,
+        one_that_ends(files, node) as (addresses, _, end),
+        AsyncClient(addresses, api_key=KEYS[0]) as client,
+        client.stream("x", max_tokens=40) as stream,
+    ):
+        while len(stream.so_far.token_ids) < 20:
+            await anext(stream)
+        had, text = list(stream.so_far.token_ids), stream.so_far.text
+        await end()
+        answer = await stream.completion()
+        assert had == said[0] and answer.token_ids == said[1] and said[1][:20] == said[0]
+        assert answer.text.startswith(text) and answer.stats.resumed == 1
 
 
 async def test_so_does_the_client_for_threads(files):

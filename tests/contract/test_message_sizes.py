@@ -60,6 +60,7 @@ BOUNDED = {
     "Node.SetRole": "three numbers",
     "PageSource.Fetch": "pieces of 1 MiB",
     "Cache.Lend": "the pages of one prompt",
+    "Decode.TakeLog": "a larger log is not handed out: unit/test_kept_logs.py",
 }
 """Methods whose answers cannot be large."""
 PROMPT = 12_500

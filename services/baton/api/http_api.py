@@ -39,6 +39,7 @@ from baton.api.openai_protocol import CompletionRequest, completion_starts
 from baton.api.openapi import document
 from baton.api.responses_api import add_responses
 from baton.api.scores_api import add_scores
+from baton.api.stream_positions import TICKET_HEADER
 from baton.api.tokenize_api import add_tokens
 from baton.gateway.admission import check_model
 from baton.gateway.authentication import GatewayAuthentication
@@ -74,7 +75,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=["x-request-id", IGNORED_HEADER, DROPPED_HEADER, "retry-after"],
+            expose_headers=["x-request-id", IGNORED_HEADER, DROPPED_HEADER, TICKET_HEADER, "retry-after"],
         )
     bodies = BodyReader(gateway)
     started = int(time.time())

@@ -22,6 +22,7 @@ from baton.api.http_record import BEGUN
 from baton.api.json_body import BodyModel, Made, ParsedBody, parse_body
 from baton.api.openai_answers import OpenAIAnswer, RequestBatch
 from baton.api.openai_errors import ApiError, from_baton
+from baton.api.stream_positions import POSITION_HEADER, TICKET_HEADER, resume_from
 from baton.gateway.admission import check_start
 from baton.gateway.gateway import Gateway
 from baton.rpc.errors import BatonError
@@ -123,7 +124,10 @@ async def running(
     setattr(request.state, BEGUN, True)
     traceparent = request.headers.get("traceparent", "")
     names = replace(names, grammar=grammar or names.grammar)
-    job = RequestBatch(gateway, starts, request.state.api_key, traceparent, names)
+    resume = None
+    if ticket := request.headers.get(TICKET_HEADER):
+        resume = resume_from(ticket, request.headers.get(POSITION_HEADER, ""), starts)
+    job = RequestBatch(gateway, starts, request.state.api_key, traceparent, names, resume)
     job.begin()
     watch = asyncio.create_task(cancel_on_disconnect(request.receive, job))
     try:
@@ -157,9 +161,12 @@ async def respond(
     """The HTTP response. Raises ApiError for a failure before it begins. ignored: fields of the body that
     have no effect. limit: the field with max_tokens, if that was given."""
     response: Response
+    job.keep_log(stream and answer.resumable)
     if stream:
         await job.wait_for_start()
         response = EventStream(job, _events(job, answer))
+        if ticket := job.ticket:
+            response.headers[TICKET_HEADER] = ticket
     else:
         await job.wait_for_output()
         await answer.begin()
@@ -262,14 +269,19 @@ class EventStream(Response):
 
 async def _events(job: RequestBatch, answer: OpenAIAnswer) -> AsyncIterator[bytes]:
     try:
-        yield b"".join(map(_encode, answer.opening())) or COMMENT
+        opening = [] if job.position.begun else answer.opening()
+        yield b"".join(map(_encode, opening)) or COMMENT
         await job.wait_for_output()
         for chunk in await answer.begin():
             yield _encode(chunk)
         async for index, event in job.events():
             if isinstance(event, inference_pb2.Delta):
-                for chunk in answer.chunks_of(index, event):
-                    yield _encode(chunk)
+                seen, rest = job.position.split(event)
+                if seen is not None:
+                    answer.chunks_of(index, seen)
+                if rest is not None:
+                    for chunk in answer.chunks_of(index, rest):
+                        yield _encode(chunk, job.position.after(rest))
             else:
                 answer.add_end(event)
         for chunk in answer.closing():
@@ -279,8 +291,8 @@ async def _events(job: RequestBatch, answer: OpenAIAnswer) -> AsyncIterator[byte
         yield _encode(openai_errors.body(error if isinstance(error, ApiError) else from_baton(error)))
 
 
-def _encode(event: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % to_json(event)
+def _encode(event: dict[str, Any], id: str = "") -> bytes:
+    return b"%bdata: %b\n\n" % (f"id: {id}\n".encode() if id else b"", to_json(event))
 
 
 def to_json(event: Any) -> bytes:

@@ -14,6 +14,7 @@ from baton.api.openai_errors import from_baton
 from baton.api.openai_fields import Json
 from baton.api.openai_protocol import CommonRequest
 from baton.api.own_usage import add_own, own_figures
+from baton.api.stream_positions import StreamPosition
 from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.request import GatewayRequest
@@ -39,8 +40,10 @@ class RequestBatch:
         api_key: ApiKey,
         traceparent: str = "",
         names: FieldNames = OPENAI,
+        resume: inference_pb2.GenerateResume | None = None,
     ) -> None:
-        """traceparent: the client's trace context; empty: it has none. names: of fields, in errors."""
+        """traceparent: the client's trace context; empty: it has none. names: of fields, in errors. resume:
+        another gateway had begun the one request."""
         self._gateway = gateway
         self._api_key = api_key
         self.n = starts[0].n or 1
@@ -51,8 +54,11 @@ class RequestBatch:
         self._names = names
         self._wake = asyncio.Event()
         self._requests = [
-            GatewayRequest(gateway, start, self._wake.set, api_key, "http", traceparent) for start in starts
+            GatewayRequest(gateway, start, self._wake.set, api_key, "http", traceparent, resume)
+            for start in starts
         ]
+        self.position = StreamPosition(starts, resume)
+        self._requests[0].resumption.replay = True
         self._begun = 0
         self._retry: asyncio.TimerHandle | None = None
         self._left = set(range(len(starts)))
@@ -60,6 +66,18 @@ class RequestBatch:
         self._taken: deque[tuple[int, InferenceEvent]] = deque()
         self.prompt_tokens = 0
         """Number of tokens of all prompts that have been accepted."""
+
+    def keep_log(self, possible: bool) -> None:
+        """If the gateway dies, another goes on with the stream, if its form makes that possible. To be called
+        before anything is awaited. Raises ApiError."""
+        self._requests[0].resumption.keep_log = self.position.keep(possible)
+
+    @property
+    def ticket(self) -> str:
+        """With which another gateway goes on with the stream; empty: none does."""
+        if self._unaccepted:
+            self._take()
+        return self.position.ticket if self._requests[0].resumption.keep_log else ""
 
     @property
     def prompts(self) -> int:
@@ -93,7 +111,7 @@ class RequestBatch:
 
     @property
     def name(self) -> str:
-        return self._requests[0].name
+        return self._requests[0].resumption.first
 
     def begin(self) -> None:
         """Begins the prompts that may run now; the first is refused if it may not. Called once, and by this
@@ -162,6 +180,7 @@ class RequestBatch:
             self._taken.append((number * self.n + event.delta.choice, event.delta))
         elif kind == "accepted":
             self._unaccepted.discard(number)
+            self.position.ticket = event.accepted.resume_ticket
             self.prompt_tokens += event.accepted.prompt_tokens
             self.clamped |= event.accepted.max_tokens < self._max_tokens
         elif kind == "finished":
@@ -186,6 +205,8 @@ class OpenAIAnswer(ABC):
     prefix: str
     kind: str
     chunk_kind: str
+    resumable = True
+    """Its stream can go on at another gateway."""
 
     def __init__(self, job: RequestBatch, request: CommonRequest) -> None:
         choices = job.prompts * job.n

@@ -37,6 +37,7 @@ class CompletionAnswer(OpenAIAnswer):
         """echo: gives the text of a prompt, which its answers begin with; None: they do not."""
         super().__init__(job, request)
         self._make_echo = echo
+        self.resumable = echo is None
         self._echoes: list[str] = []
         self._computed = job.n
         """Choices of a prompt."""

@@ -47,6 +47,7 @@ async def respond(
 ) -> Response:
     """The HTTP response. Raises ApiError for a failure before it begins. limit: the field with max_tokens, if
     that was given."""
+    job.keep_log(False)
     if stream:
         await job.wait_for_start()
         return name_ignored(EventStream(job, _events(job, answer), answer.PING), ignored, job, limit)

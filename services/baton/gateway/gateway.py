@@ -33,6 +33,8 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 INFO_SECONDS = 10.0
 """Time for a worker to say who it is."""
+TAKE_SECONDS = 5.0
+"""Time for a decode node to hand out a log."""
 
 
 class Gateway(GatewayShell):
@@ -99,6 +101,23 @@ class Gateway(GatewayShell):
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
         return info
+
+    async def take_log(self, name: tuple[int, int]) -> decode_pb2.DecodeLog | None:
+        request = decode_pb2.TakeLogRequest(gateway=name[0], request=name[1])
+
+        async def ask(address: str) -> decode_pb2.DecodeLog | None:
+            async with self.dial(address) as channel:
+                try:
+                    log: decode_pb2.DecodeLog = await decode_pb2_grpc.DecodeStub(channel).TakeLog(
+                        request, timeout=TAKE_SECONDS
+                    )
+                except grpc.aio.AioRpcError:
+                    return None
+            return log
+
+        found = await asyncio.gather(*map(ask, list(self.nodes.decode)))
+        logs = [log for log in found if log is not None]
+        return max(logs, key=lambda log: sum(len(choice.token_ids) for choice in log.choices), default=None)
 
     async def pictures_address(self) -> str:
         nodes = self.nodes.decode

@@ -70,7 +70,7 @@ class GatewayRequest:
         self.attempts = ResumeAttempts(
             self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
         )
-        self._resumption = Resumption(gateway.seal, api_key, resume)
+        self.resumption = Resumption(gateway, api_key, self.number, resume)
         self._routing: RequestRouting | None = None
         self._fingerprint = ""
         """Fingerprint of the model that the prompt was encoded for."""
@@ -115,8 +115,8 @@ class GatewayRequest:
         start = self._start
         assert start is not None, "begun twice"
         try:
-            self._timing.limit = min(self._timing.limit, self._resumption.open(start))
-            self.attempts.resumed = self._resumption.resumed
+            self._timing.limit = min(self._timing.limit, self.resumption.open(start))
+            self.attempts.resumed = self.resumption.resumed
             self._gateway.admit(self, start)
             self._template.n = len(self.log.choices)
             self._template.namespace = start.namespace
@@ -135,7 +135,7 @@ class GatewayRequest:
 
     def take(self) -> list[inference_pb2.GenerateResponse]:
         """Called by the client's writer: see TokenLog.take."""
-        events = self._resumption.unseen(self.log.take())
+        events = self.resumption.unseen(self.log.take())
         if self._reader.paused:
             self._reader.look(self.log.unread)
         if not self._written and self._begun_attempt >= 0 and events:
@@ -185,7 +185,9 @@ class GatewayRequest:
             self._routing = self._gateway.routing(self._template, self.prompt.keys, self._session)
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
-            self._resumption.prepared(start, prepared, self.log, self.seconds_left)
+            await self.resumption.prepared(start, prepared, self.log, self.seconds_left)
+            if self.log.terminal is not None:
+                return
             if self.log.complete:
                 self._accept()
                 self.attempts.done = True
@@ -241,7 +243,7 @@ class GatewayRequest:
     def _accept(self) -> None:
         accepted = inference_pb2.Accepted(request_id=self.name, seed=self._template.sampling.seed)
         accepted.prompt_tokens, accepted.max_tokens = len(self.log.prompt_ids), self._max_tokens
-        accepted.resume_ticket = self._resumption.ticket()
+        accepted.resume_ticket = self.resumption.ticket()
         self.log.accept(accepted)
         self._on_change()
 
@@ -257,6 +259,7 @@ class GatewayRequest:
         message.MergeFrom(self._template)
         if message.images:
             message.encoders.extend(self._gateway.nodes.encode[:MOST_ENCODERS])
+        message.keep_log = self.resumption.keeps_log
         self.attempts.fill(message)
         return message
 

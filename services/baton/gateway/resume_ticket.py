@@ -32,6 +32,10 @@ class ResumeTicket(msgspec.Struct, frozen=True, array_like=True):
     """`ApiKey.identity`."""
     expires: float
     """Unix time at which the request's own time is over."""
+    name: tuple[int, int]
+    """The gateway's incarnation and the request's number there, by which a decode node may keep its log."""
+    first: str
+    """What the gateway that began the request called it; clients may know it by that."""
     resumed: int
     """How often the request was resumed."""
 

@@ -14,11 +14,12 @@ import msgspec
 
 from baton.gateway.authentication import ApiKey
 from baton.gateway.preparation import Prepared
-from baton.gateway.resume_ticket import ResumeTicket, TicketSeal
+from baton.gateway.resume_ticket import ResumeTicket
+from baton.gateway.shell import GatewayShell
 from baton.gateway.token_log import ChoiceLog, TokenLog
-from baton.rpc.errors import BatonError, failed_precondition, invalid
+from baton.rpc.errors import BatonError, failed_precondition, internal, invalid
 from baton.rpc.validate import check_enums, check_token_ids
-from baton.v1 import common_pb2, inference_pb2
+from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
 
 @dataclass(slots=True)
@@ -32,18 +33,31 @@ class Unseen:
     reasoning: int
     calls: int
 
-    def cut(self, delta: inference_pb2.Delta) -> bool:
-        """False: nothing is left of the delta."""
+    @classmethod
+    def of(cls, had: inference_pb2.ReceivedChoice) -> Unseen:
+        return cls(
+            bool(had.finish_reason),
+            len(had.token_ids),
+            had.logprobs,
+            had.text_characters,
+            had.reasoning_characters,
+            had.tool_calls,
+        )
+
+    def split(self, delta: inference_pb2.Delta) -> inference_pb2.Delta:
+        """Takes out of the delta what the client has, and returns it."""
+        seen = inference_pb2.Delta(choice=delta.choice)
         if self.ended:
-            return False
-        self.tokens -= _drop(delta.token_ids, self.tokens)
-        self.logprobs -= _drop(delta.logprobs, self.logprobs)
-        self.calls -= _drop(delta.tool_calls, self.calls)
-        text, reasoning = delta.text[: self.text], delta.reasoning[: self.reasoning]
-        self.text, self.reasoning = self.text - len(text), self.reasoning - len(reasoning)
-        delta.text, delta.reasoning = delta.text[len(text) :], delta.reasoning[len(reasoning) :]
-        left = delta.token_ids or delta.logprobs or delta.tool_calls or delta.text or delta.reasoning
-        return bool(left or delta.finish_reason or delta.prompt_logprobs)
+            seen.CopyFrom(delta)
+            delta.Clear()
+            return seen
+        self.tokens -= _move(delta.token_ids, seen.token_ids, self.tokens)
+        self.logprobs -= _move(delta.logprobs, seen.logprobs, self.logprobs)
+        self.calls -= _move(delta.tool_calls, seen.tool_calls, self.calls)
+        seen.text, seen.reasoning = delta.text[: self.text], delta.reasoning[: self.reasoning]
+        delta.text, delta.reasoning = delta.text[len(seen.text) :], delta.reasoning[len(seen.reasoning) :]
+        self.text, self.reasoning = self.text - len(seen.text), self.reasoning - len(seen.reasoning)
+        return seen
 
 
 class Resumption:
@@ -53,12 +67,26 @@ class Resumption:
     """
 
     def __init__(
-        self, seal: TicketSeal | None, api_key: ApiKey, resume: inference_pb2.GenerateResume | None
+        self,
+        gateway: GatewayShell,
+        api_key: ApiKey,
+        number: int,
+        resume: inference_pb2.GenerateResume | None,
     ) -> None:
-        """seal: None where there are no tickets. resume: None: the request begins here."""
-        self._seal = seal
+        """number: the request's. resume: None: the request begins here."""
+        self._seal = gateway.seal
+        self._take_log = gateway.take_log
+        self._name = (gateway.incarnation, number)
         self._api_key = api_key
         self._resume = resume
+        self._earlier = self._name
+        """What the request was called before."""
+        self.first = f"{gateway.incarnation:016x}-{number}"
+        """What it was called first."""
+        self.replay = False
+        """The client's writer leaves out by itself what the client has."""
+        self.keep_log = False
+        """Decode nodes keep the output, if there is a ticket, since the client does not get token ids."""
         self._ticket: ResumeTicket | None = None
         self._choices: list[Unseen] = []
         self._prompt_logprobs = 0
@@ -83,12 +111,13 @@ class Resumption:
             )
         check_enums(resume)
         ticket = self._seal.open(resume.ticket, self._api_key)
-        self._ticket = msgspec.structs.replace(ticket, resumed=ticket.resumed + 1)
+        self._earlier, self.first = ticket.name, ticket.first
+        self._ticket = msgspec.structs.replace(ticket, resumed=ticket.resumed + 1, name=self._name)
         if not start.sampling.HasField("seed"):
             start.sampling.seed = ticket.seed
         return ticket.expires - self._seal.now()
 
-    def prepared(
+    async def prepared(
         self, start: inference_pb2.GenerateStart, prepared: Prepared, log: TokenLog, seconds: float
     ) -> None:
         """Makes the ticket of a request that begins here; puts the client's output into the log of a resumed
@@ -103,6 +132,8 @@ class Resumption:
                 prepared.fingerprint,
                 self._api_key.identity,
                 self._seal.now() + seconds,
+                self._name,
+                self.first,
                 0,
             )
             return
@@ -113,36 +144,51 @@ class Resumption:
         if ticket.digest != digest:
             text = "the ticket belongs to another prompt or other parameters: send the request as it was"
             raise invalid("resume.start", text, "TICKET_OF_OTHER_REQUEST")
-        self._restore(resume, prepared, log)
+        known = None
+        if start.HasField("include_token_ids") and not start.include_token_ids:
+            known = await self._take_log(self._earlier)
+        self._restore(resume, known, prepared, log)
 
-    def _restore(self, resume: inference_pb2.GenerateResume, prepared: Prepared, log: TokenLog) -> None:
+    def _restore(
+        self,
+        resume: inference_pb2.GenerateResume,
+        known: decode_pb2.DecodeLog | None,
+        prepared: Prepared,
+        log: TokenLog,
+    ) -> None:
+        """known: what a decode node has kept."""
         if len(resume.choices) > len(log.choices):
             text = f"{len(resume.choices)} choices of a request with {len(log.choices)}"
             raise invalid("resume.choices", text)
         with_logprobs = prepared.sampling.HasField("logprobs")
-        for index, (had, choice) in enumerate(zip(resume.choices, log.choices, strict=False)):
-            field = f"resume.choices[{index}]"
-            count = len(had.token_ids)
-            check_token_ids(had.token_ids, prepared.vocabulary.size, f"{field}.token_ids")
-            if count + (not had.finish_reason) > prepared.sampling.max_tokens:
-                text = f"{field} has {count} tokens, and is not to have more than max_tokens: none is left"
-                raise invalid(f"{field}.token_ids", text)
-            if not count and (had.text_characters or had.reasoning_characters or had.tool_calls):
+        for index, choice in enumerate(log.choices):
+            had = inference_pb2.ReceivedChoice()
+            if index < len(resume.choices):
+                had = resume.choices[index]
+            field, count = f"resume.choices[{index}]", len(had.token_ids)
+            if not had.HasField("logprobs"):
+                had.logprobs = count * with_logprobs
+            received = had.text_characters or had.reasoning_characters or had.tool_calls or had.finish_reason
+            if known is not None:
+                _push_known(known, index, log, had.logprobs, prepared)
+            elif not count and received:
                 raise lost()
-            _push(had, choice, with_logprobs)
-            self._choices.append(
-                Unseen(
-                    bool(had.finish_reason),
-                    count,
-                    count * with_logprobs,
-                    had.text_characters,
-                    had.reasoning_characters,
-                    had.tool_calls,
-                )
-            )
+            else:
+                check_token_ids(had.token_ids, prepared.vocabulary.size, f"{field}.token_ids")
+                if count + (not had.finish_reason) > prepared.sampling.max_tokens:
+                    text = (
+                        f"{field} has {count} tokens, and is not to have more than max_tokens: none is left"
+                    )
+                    raise invalid(f"{field}.token_ids", text)
+                _push(had, choice, with_logprobs)
+            self._choices.append(Unseen.of(had))
         self._prompt_logprobs = resume.prompt_logprobs
         if log.has_output:
             log.set_prompt_logprobs(())  # they come before all output
+
+    @property
+    def keeps_log(self) -> bool:
+        return self.keep_log and self._ticket is not None
 
     def ticket(self) -> str:
         """The sealed ticket; empty: the request cannot be resumed."""
@@ -150,7 +196,7 @@ class Resumption:
 
     def unseen(self, events: list[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
         """The events without what the client has."""
-        if not self._choices and not self._prompt_logprobs:
+        if self.replay or not (self._choices or self._prompt_logprobs):
             return events
         return list(self._cut(events))
 
@@ -160,16 +206,26 @@ class Resumption:
         for event in events:
             delta = event.delta
             if event.WhichOneof("kind") == "delta":
-                self._prompt_logprobs -= _drop(delta.prompt_logprobs, self._prompt_logprobs)
-                if delta.choice < len(self._choices) and not self._choices[delta.choice].cut(delta):
-                    continue
+                had = min(self._prompt_logprobs, len(delta.prompt_logprobs))
+                self._prompt_logprobs -= had
+                del delta.prompt_logprobs[:had]
+                if delta.choice < len(self._choices):
+                    self._choices[delta.choice].split(delta)
+                    if not says_something(delta):
+                        continue
             yield event
 
 
-def _drop(entries: Any, most: int) -> int:
-    """Removes the first entries of a repeated field, `most` of them; returns how many there were."""
+def says_something(output: inference_pb2.Delta | inference_pb2.ReceivedChoice) -> bool:
+    """Apart from which choice it belongs to."""
+    return any(field.name != "choice" and value for field, value in output.ListFields())
+
+
+def _move(entries: Any, into: Any, most: int) -> int:
+    """Moves the first entries of a repeated field, `most` of them; returns how many there were."""
     count = min(most, len(entries))
     if count:
+        into.extend(entries[:count])
         del entries[:count]
     return count
 
@@ -182,6 +238,25 @@ def _push(had: inference_pb2.ReceivedChoice, choice: ChoiceLog, with_logprobs: b
     if had.finish_reason and not choice.finish_reason:
         called = had.finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
         choice.finish_reason = common_pb2.FINISH_REASON_STOP if called else had.finish_reason
+
+
+def _push_known(
+    known: decode_pb2.DecodeLog, index: int, log: TokenLog, logprobs: int, prepared: Prepared
+) -> None:
+    """logprobs: how many the client has. Raises BatonError if the others are not known."""
+    if len(known.choices) != len(log.choices):
+        raise lost()
+    logged, sampling = known.choices[index], prepared.sampling
+    if wrong := log.wrong(index, logged.token_ids, sampling.max_tokens, prepared.vocabulary.size):
+        raise internal(f"a decode node has kept {wrong}", "BAD_PEER")
+    entries = list(logged.logprobs)
+    if sampling.HasField("logprobs"):
+        unknown = len(logged.token_ids) - len(entries)  # of earlier attempts
+        if logprobs < unknown:
+            raise lost()
+        entries = [common_pb2.PositionLogprobs() for _ in range(unknown)] + entries
+    if logged.token_ids or logged.finish_reason:
+        log.choices[index].push(logged.token_ids, entries, logged.finish_reason)
 
 
 def lost() -> BatonError:

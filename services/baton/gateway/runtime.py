@@ -78,6 +78,11 @@ class GatewayRuntime:
         """host:port where workers fetch images (baton.v1.Pictures). Raises BatonError."""
         raise NotImplementedError
 
+    async def take_log(self, name: tuple[int, int]) -> decode_pb2.DecodeLog | None:
+        """The log of a request of another gateway, by its incarnation and number: from the decode node that
+        has it, which gives it to nobody else."""
+        raise NotImplementedError
+
     def follow_load(self, address: str) -> Cancellable:
         """Keeps the router's view of a worker's cache and load up to date until cancelled."""
         raise NotImplementedError

@@ -210,6 +210,11 @@ class _Decode(decode_pb2_grpc.DecodeServicer):
             async for message in messages:
                 yield message
 
+    async def TakeLog(self, request: decode_pb2.TakeLogRequest, context: Any) -> decode_pb2.DecodeLog:
+        node: Any = await self._process.serving("decode", context)
+        log: decode_pb2.DecodeLog = node.take_log(request)
+        return log
+
     async def Embed(self, request: embed_pb2.EmbedPrompts, context: Any) -> embed_pb2.PromptEmbeddings:
         return await (await self._process.serving("decode", context)).embed(request, context)
 

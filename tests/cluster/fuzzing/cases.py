@@ -66,6 +66,7 @@ METHODS = (
     Method(("decode",), "Decode/Generate", decode_pb2.GenerateCommand, True, hello=True),
     Method(("prefill",), "Prefill/Run", prefill_pb2.PrefillRequest, True, hello=True),
     Method(("decode",), "Decode/Embed", embed_pb2.EmbedPrompts),
+    Method(("decode",), "Decode/TakeLog", decode_pb2.TakeLogRequest),
     Method(("prefill",), "Prefill/Embed", embed_pb2.EmbedPrompts),
     Method(("prefill", "decode"), "PageSource/Fetch", prefill_pb2.FetchRequest, True),
     Method(("prefill", "decode"), "Cache/Lend", prefill_pb2.PrefillRequest, True, hello=True),

@@ -112,6 +112,7 @@ SEEDS: dict[str, list[Message]] = {
         _prefill(heartbeat=prefill_pb2.Heartbeat()),
     ],
     "Decode/Embed": _EMBED,
+    "Decode/TakeLog": [decode_pb2.TakeLogRequest(gateway=1, request=1)],
     "Prefill/Embed": _EMBED,
     "PageSource/Fetch": [prefill_pb2.FetchRequest(id=1, page_ids=[0, 1])],
     "Cache/Lend": [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
@@ -208,8 +208,9 @@ class DecodeCore:
         """Number of paused requests."""
         return sum(state.request.paused for state in list(self.unfinished.values()))
 
-    def caller_gone(self, caller: Hashable) -> None:
-        for state in [r for r in self.unfinished.values() if r.key.caller == caller]:
+    def caller_gone(self, caller: Hashable, going_on: Collection[int] = ()) -> None:
+        left = [state for state in self.unfinished.values() if state.key.caller == caller]
+        for state in [state for state in left if state.key.request not in going_on]:
             self.counters.cancelled += 1
             self._remove(state)
             self.scheduler.close(state.request)

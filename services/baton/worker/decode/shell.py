@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 
 from baton.config import DecodeConfig
 from baton.engine.draft.base import Drafter
 from baton.engine.request import EngineRequest
 from baton.handoff.messages import AttemptName, FetchEffect
 from baton.kvcache import KvCacheManager
-from baton.rpc.errors import BatonError, invalid, unavailable
+from baton.rpc.errors import BatonError, invalid, not_found, unavailable
 from baton.rpc.validate import check_token_ids
 from baton.tracing.recorder import EventKind
 from baton.v1 import decode_pb2, node_pb2
 from baton.worker.convert import check_start, delivered_from, request_from, sampling_from
 from baton.worker.decode.core import DecodeCore, DecodeOutputs
+from baton.worker.decode.kept_logs import KeptLogs
 from baton.worker.decode.peers import PrefillPeers
 from baton.worker.decode.stream import DecodeStream, add_output
 from baton.worker.decode.types import Key
@@ -31,6 +33,10 @@ class DecodeShell(WorkerShell[DecodeCore]):
     peers: PrefillPeers
     messages: int = 0
     """Sent to callers by steps."""
+
+    @cached_property
+    def kept(self) -> KeptLogs:
+        return KeptLogs()
 
     def make_core(self, cache: KvCacheManager) -> DecodeCore:
         config = self.config
@@ -86,12 +92,15 @@ class DecodeShell(WorkerShell[DecodeCore]):
             self.messages += 1
             if not caller.send(message):
                 self.drop(caller)
+        if len(self.kept):
+            self._cancel_all(self.kept.let_go(self.clock()))
         self.peers.perform(effects)
 
     # --- what callers say: worker.caller_stream.Service -------------------------------------------------
 
     def open(self, hello: decode_pb2.DecodeHello) -> DecodeStream:
         self.require_turning()
+        self._cancel_all(self.kept.let_go(self.clock(), hello.incarnation))
         return self.make_stream(hello.incarnation)
 
     def welcome(self) -> list[decode_pb2.StepEvents]:
@@ -106,7 +115,34 @@ class DecodeShell(WorkerShell[DecodeCore]):
         stream.half_closed()
 
     def drop(self, stream: DecodeStream) -> None:
-        self.steps.call(lambda core, _: core.caller_gone(stream))
+        kept = self.kept.keep(stream, self.clock())
+        stream.orphaned = bool(kept)
+
+        def gone(core: DecodeCore, now: float) -> None:
+            core.caller_gone(stream, kept)
+            for request in kept:
+                core.pause(Key(stream, request), False)
+
+        self.steps.call(gone)
+        self._cancel_all(self.kept.let_go(self.clock()))
+
+    def take_log(self, request: decode_pb2.TakeLogRequest) -> decode_pb2.DecodeLog:
+        """Raises BatonError."""
+        taken = self.kept.take((request.gateway, request.request), self.streams.open)
+        if taken is None:
+            text = f"no log of request {request.request} of {request.gateway:016x} is kept here"
+            raise not_found(text, "UNKNOWN_LOG")
+        key, log = taken
+        self._cancel_all([key])
+        return log
+
+    def _cancel_all(self, keys: Iterable[Key]) -> None:
+        def cancel(core: DecodeCore, now: float) -> None:
+            for key in cancelled:
+                core.cancel(key)
+
+        if cancelled := list(keys):
+            self.steps.call(cancel)
 
     def handle_command(self, command: decode_pb2.GenerateCommand, caller: DecodeStream) -> None:
         kind = command.WhichOneof("kind")
@@ -168,6 +204,8 @@ class DecodeShell(WorkerShell[DecodeCore]):
             self.recorder.add(EventKind.ENDED, *name, text=error.reason)
             return
         room = max(1, info.context_length - len(start.token_ids) + start.delivered)
+        if start.keep_log:
+            caller.begin_log(start)
         params = sampling_from(start.sampling, info.eos_token_ids, room)
         key = Key(caller, start.request)
         request = request_from(start, key, n, delivered, params, self.clock(), self.config.request_seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Set
 from itertools import chain
 
@@ -31,6 +31,12 @@ REMEMBERED = 8192
 """Number of ended requests per stream that are remembered; late cancels of these are expected."""
 
 
+MAX_FINISHED_BYTES = 2**18
+"""Of logs of requests that have finished."""
+MAX_LOGPROBS = 4096
+"""Positions of a choice that a log keeps: with 20 alternatives 2 MB. What has more cannot be taken over."""
+
+
 class DecodeStream(CallerStream):
     """One stream. Used on the event loop; the object itself is the stream's key in the core."""
 
@@ -45,10 +51,23 @@ class DecodeStream(CallerStream):
         self._tokenless: set[int] = set()  # running requests of which no token has come yet
         self._urgent: set[int] = set()  # requests whose unsent messages do not wait
         self._news = asyncio.Event()  # set: the outbox holds something urgent
+        self.logs: dict[int, decode_pb2.DecodeLog] = {}
+        """Of requests with `keep_log` that run or have just finished: what has been sent may be lost with the
+        caller."""
+        self._finished_logs: deque[tuple[int, int]] = deque()  # their requests and sizes, oldest first
+        self.orphaned = False
+        """The caller is gone, and requests of it go on."""
 
     def begin(self, request: int, attempt: int) -> None:
         self._running[request] = attempt
         self._tokenless.add(request)
+
+    def begin_log(self, start: decode_pb2.DecodeStart) -> None:
+        """With what earlier attempts have delivered, of which there are no log-probabilities."""
+        log = self.logs[start.request] = decode_pb2.DecodeLog()
+        for index in range(start.n or 1):
+            had = start.choices[index].token_ids if start.choices else ()
+            log.choices.add(token_ids=had)
 
     def attempt_of(self, request: int) -> int | None:
         """The running attempt at a request; None when it is not running here."""
@@ -120,6 +139,10 @@ class DecodeStream(CallerStream):
     def send(self, message: decode_pb2.StepEvents) -> bool:
         """Returns False if the caller does not read. Its stream then ends, and its requests are to be
         cancelled."""
+        if self.logs:
+            self._log(message)
+        if self.orphaned:
+            return True
         if self._tokenless:
             for delta in message.tokens:
                 if delta.request in self._tokenless:
@@ -127,11 +150,23 @@ class DecodeStream(CallerStream):
                     self._hurry(delta.request)
         for event in message.events:
             self._hurry(event.request)
-            if event.WhichOneof("kind") in ("finished", "failed"):
-                self._end(event.request)
+            kind = event.WhichOneof("kind")
+            if kind in ("finished", "failed"):
+                self._end(event.request, finished=kind == "finished")
         taken = self.put(message)
         self._close_if_done()
         return taken
+
+    def _log(self, message: decode_pb2.StepEvents) -> None:
+        for delta in message.tokens:
+            if (log := self.logs.get(delta.request)) is None:
+                continue
+            choice = log.choices[delta.choice]
+            choice.token_ids.extend(delta.token_ids)
+            choice.logprobs.extend(delta.logprobs)
+            choice.finish_reason = delta.finish_reason or choice.finish_reason
+            if len(choice.logprobs) > MAX_LOGPROBS:
+                del self.logs[delta.request]
 
     def refuse(self, request: int, attempt: int, error: BatonError) -> None:
         """Answers a message of the caller, which thus has not closed its side yet."""
@@ -141,9 +176,15 @@ class DecodeStream(CallerStream):
         self._hurry(request)
         self.put(decode_pb2.StepEvents(events=[event]))
 
-    def _end(self, request: int) -> None:
+    def _end(self, request: int, *, finished: bool = False) -> None:
         self._running.pop(request, None)
         self._tokenless.discard(request)
+        if not finished:
+            self.logs.pop(request, None)
+        elif (log := self.logs.get(request)) is not None:
+            self._finished_logs.append((request, byte_size(log)))
+            while sum(size for _, size in self._finished_logs) > MAX_FINISHED_BYTES:
+                self.logs.pop(self._finished_logs.popleft()[0], None)
         self._ended[request] = None
         while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)

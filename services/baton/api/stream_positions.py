@@ -1,0 +1,106 @@
+"""Ids of server-sent events say what a client has, so that another gateway can go on from `Last-Event-ID`.
+
+Of each choice: characters of text and of reasoning, tool calls, log-probabilities, and its finish reason,
+all as numbers, with points between them and a comma between choices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import cast
+
+from baton.api.openai_errors import ApiError
+from baton.gateway.resumption import Unseen, says_something
+from baton.v1 import common_pb2, inference_pb2
+
+TICKET_HEADER = "x-baton-resume"
+POSITION_HEADER = "last-event-id"
+_CHOICE = r"\d{1,10}\.\d{1,10}\.\d{1,6}\.\d{1,10}\.\d"
+
+
+class StreamPosition:
+    """What the client of a stream has, and what it had when the stream began."""
+
+    def __init__(
+        self, starts: Sequence[inference_pb2.GenerateStart], resume: inference_pb2.GenerateResume | None
+    ) -> None:
+        """resume: another gateway had begun the one request."""
+        start = starts[0]
+        prompt_logprobs = start.sampling.HasField("prompt_logprobs")
+        self._possible = len(starts) == 1 and not start.include_token_ids and not prompt_logprobs
+        self._had: list[inference_pb2.ReceivedChoice] = []
+        self._unseen = list(map(Unseen.of, resume.choices)) if resume is not None else []
+        self.begun = resume is not None and any(map(says_something, resume.choices))
+        """The client has the beginning of the stream."""
+        self.ticket = ""
+        """Empty: no other gateway can go on with the stream."""
+        self._n = start.n or 1
+        self._resume = resume
+
+    def keep(self, possible: bool) -> bool:
+        """Whether another gateway may go on with the answer. possible: by its form. Raises ApiError if this
+        one is to go on with it, and that is not possible."""
+        if possible and self._possible:
+            self._had = (
+                list(self._resume.choices) if self._resume is not None else parse_position("", self._n)
+            )
+            return True
+        if self._resume is not None:
+            text = f"only streams of one prompt, without echo, go on with {TICKET_HEADER}: send it without"
+            raise ApiError(400, text, TICKET_HEADER)
+        return False
+
+    def split(
+        self, delta: inference_pb2.Delta
+    ) -> tuple[inference_pb2.Delta | None, inference_pb2.Delta | None]:
+        """What the client has of a delta, and what it has not."""
+        if not self._unseen:
+            return None, delta
+        seen = self._unseen[delta.choice].split(delta)
+        delta.choice = seen.choice
+        return seen if says_something(seen) else None, delta if says_something(delta) else None
+
+    def after(self, delta: inference_pb2.Delta) -> str:
+        """The id of the event with the delta; empty: it has none."""
+        if not self._had or not self.ticket:
+            return ""
+        had = self._had[delta.choice]
+        had.text_characters += len(delta.text)
+        had.reasoning_characters += len(delta.reasoning)
+        had.tool_calls += len(delta.tool_calls)
+        had.logprobs += len(delta.logprobs)
+        had.finish_reason = delta.finish_reason or had.finish_reason
+        return ",".join(
+            f"{had.text_characters}.{had.reasoning_characters}.{had.tool_calls}.{had.logprobs}."
+            f"{had.finish_reason}"
+            for had in self._had
+        )
+
+
+def parse_position(text: str, n: int) -> list[inference_pb2.ReceivedChoice]:
+    """Empty: the client has nothing. Raises ApiError."""
+    if not text:
+        return [inference_pb2.ReceivedChoice(logprobs=0) for _ in range(n)]
+    if not re.fullmatch(f"{_CHOICE}(,{_CHOICE}){{{n - 1}}}", text):
+        raise ApiError(400, f"{POSITION_HEADER} is no id of an event of this request", POSITION_HEADER)
+    made = []
+    for choice in text.split(","):
+        characters, reasoning, calls, logprobs, finish = map(int, choice.split("."))
+        had = inference_pb2.ReceivedChoice(
+            text_characters=characters, reasoning_characters=reasoning, tool_calls=calls, logprobs=logprobs
+        )
+        if finish not in common_pb2.FinishReason.values():
+            raise ApiError(400, f"{POSITION_HEADER} is no id of an event of this request", POSITION_HEADER)
+        had.finish_reason = cast(common_pb2.FinishReason, finish)
+        made.append(had)
+    return made
+
+
+def resume_from(
+    ticket: str, position: str, starts: Sequence[inference_pb2.GenerateStart]
+) -> inference_pb2.GenerateResume:
+    """Raises ApiError."""
+    if len(starts) != 1:
+        raise ApiError(400, f"{TICKET_HEADER} goes with one prompt only", TICKET_HEADER)
+    return inference_pb2.GenerateResume(ticket=ticket, choices=parse_position(position, starts[0].n or 1))
