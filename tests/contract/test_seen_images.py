@@ -253,6 +253,48 @@ WRONG = {
 }
 
 
+async def test_errors_name_the_image_whatever_is_wrong(rig):
+    """In all APIs: the second image, whose field the error names."""
+    address = {"http:": "http://127.0.0.1/a.png", "host": "https://example.org/a.png", "file:": "file:///x"}
+    kinds = {
+        "no data": (b"", "at least 1|none of|must not be empty|needs"),
+        "none": (b"%PDF-1.7", "none of JPEG, PNG"),
+        "cut": (ONE[:200], "cannot be decoded"),
+        "bomb": (bomb(60_000, 60_000), "at most 64,000,000"),
+        "strip": (strip(), "200 times"),
+        **{name: (url, "not fetched|no data URI|--media-hosts") for name, url in address.items()},
+        "base64": ("data:image/png;base64,!!!", "not valid base64"),
+        "no base64": ("data:image/png,abc", "without ;base64"),
+    }
+    for name, (path, body) in BODIES.items():
+        place = re.sub(r"\[(\d)\](?=[^\[]*$)", lambda at: f"[{int(at[1]) + 1}]", WRONG[name][0])
+        for kind, (wrong, why) in kinds.items():
+            asked = body(ONE, wrong if isinstance(wrong, bytes) else MARK)
+            if isinstance(wrong, str):
+                asked = marked(asked, wrong)
+            answer = await rig.client.post(path, json={"model": "scripted", **asked})
+            said = answer.json()["error"]
+            assert answer.status_code == 400, (name, kind, answer.text)
+            assert said["message"].startswith(place), (name, kind, said)
+            assert re.search(why, said["message"]) and "\n" not in said["message"], (name, kind, said)
+            assert said.get("param", place).startswith(place), (name, kind, said)
+    assert not rig.decode.starts
+
+
+MARK = b"the image that is wrong"
+
+
+def marked(body, url):
+    """The body with an address, or what may be one, in the place of MARK's image."""
+    if isinstance(body, list):
+        return [marked(each, url) for each in body]
+    if not isinstance(body, dict):
+        return url if body == uri(MARK) else body
+    if body == block(MARK):
+        return {"type": "image", "source": {"type": "url", "url": url}}
+    return {key: marked(each, url) for key, each in body.items()}
+
+
 async def test_errors_name_the_image(rig):
     cut = ONE[:200]
     for name, (path, body) in BODIES.items():

@@ -120,11 +120,46 @@ def png_bomb(width, height):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+def gif_bomb(width, height, frames=1):
+    """Frames of so many pixels each, of which a few are there; the canvas is small unless it is one frame."""
+    frame = b"," + struct.pack("<HHHHB", 0, 0, width, height, 0) + b"\x02\x02\x4c\x01\x00"
+    size = (width, height) if frames == 1 else (32, 32)
+    header = b"GIF89a" + struct.pack("<HHBBB", *size, 0x80, 0, 0) + bytes(3) + bytes([255] * 3)
+    return header + frame * frames + b";"
+
+
+def webp_bomb(width, height):
+    """Lossless, and nothing behind the header; 16,383 pixels are the format's most."""
+    bits = (width - 1) | (height - 1) << 14
+    data = b"\x2f" + struct.pack("<I", bits) + bytes(100)
+    body = b"WEBPVP8L" + struct.pack("<I", len(data)) + data + bytes(len(data) % 2)
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def webp_canvas(width, height):
+    """An extended file whose canvas has so many pixels."""
+    still = saved(picture((40, 30)), "WEBP", lossless=True)[12:]
+    size = struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
+    body = b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + size + still
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
 ATTACKS = {
     "png bomb": (png_bomb(60_000, 60_000), "at most 64,000,000"),
-    "gif bomb": (
-        b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b";",
-        "cannot be decoded|at most|damaged",
+    "png of the most pixels": (png_bomb(8000, 8000), "cannot be decoded"),
+    "png of most text": (
+        saved(picture((30, 20)))[:33] + chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(80_000_000), 9)),
+        "cannot be decoded|none of",
+    ),
+    "gif bomb": (gif_bomb(65535, 65535), "at most 64,000,000"),
+    "gif frames larger than it": (gif_bomb(65535, 65535, 9), "at most 64,000,000|cannot be decoded"),
+    "webp bomb": (webp_bomb(16384, 16384), "at most 64,000,000|cannot be decoded|none of"),
+    "webp canvas": (webp_canvas(2**24, 2**24), "at most 64,000,000|cannot be decoded|none of"),
+    "truncated webp": (saved(picture((300, 200)), "WEBP")[:3000], "cannot be decoded|none of"),
+    "truncated gif": (saved(picture((300, 200)), "GIF")[:3000], "cannot be decoded"),
+    "jpeg in a gif's name": (
+        b"GIF89a" + saved(picture((30, 20)), "JPEG"),
+        "cannot be decoded|at most|none of",
     ),
     "strip": (saved(Image.new("L", (1_000_000, 1))), "200 times"),
     "tall strip": (saved(Image.new("L", (1, 60_000))), "200 times"),
@@ -134,6 +169,7 @@ ATTACKS = {
     "text": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "none of"),
     "tiff": (saved(picture((30, 20)), "TIFF"), "none of"),
     "polyglot": (b"%!PS-Adobe-3.0\n" + saved(picture((30, 20))), "none of"),
+    "archive in front": (b"PK\x03\x04" + saved(picture((30, 20))), "none of"),
     "noise": (random.Random(1).randbytes(100_000), "none of"),
 }
 
