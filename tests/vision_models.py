@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -80,6 +81,22 @@ def save_qwen3_vl(path: Path, *, experts: bool = False, **text: object) -> torch
     model.save_pretrained(path)
     processor().save_pretrained(path)
     return model
+
+
+def seeing_table(text: dict[str, Any], ids: list[int]) -> torch.nn.Module:
+    """A model with heads of 16 that sees. ids: of the tokens that begin an image, stand for its parts, end
+    it, and stand for a video's."""
+    begin, image, end, video = ids
+    config = Qwen3VLConfig(
+        text_config={**text, "rope_parameters": _TEXT["rope_parameters"]},
+        vision_config={**_VISION, "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0]},
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=begin,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    return Qwen3VLForConditionalGeneration(config)
 
 
 SPECIAL = {

@@ -17,11 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from forking import forks
+from PIL import Image
 from polling import wait
 from process import ENVIRONMENT
-from scripted_model import Rule, call, save_scripted
+from scripted_model import IMAGE, Rule, call, save_scripted
 
 from ports import free_port
 
@@ -92,7 +94,13 @@ RULES = [
 def baton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of `baton up`."""
     folder = tmp_path_factory.mktemp("agents")
-    model = save_scripted(folder / "model", RULES, CONTEXT)
+    with up(folder, save_scripted(folder / "model", RULES, CONTEXT)) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def up(folder: Path, model: Path) -> Iterator[str]:
+    """The URL of `baton up` with this model."""
     port = free_port()
     flags = ["--model", str(model), "--served-name", "mine,claude-*", "--clamp-max-tokens"]
     flags += ["--port", "0", "--http-port", str(port), "--threads", "1", "--kv-tokens", "65536"]
@@ -163,7 +171,11 @@ class Place(NamedTuple):
 
 @pytest.fixture
 def place(tmp_path: Path, baton: str) -> Place:
-    made = Place(tmp_path / "home", tmp_path / "work", baton)
+    return make_place(tmp_path, baton)
+
+
+def make_place(tmp_path: Path, url: str) -> Place:
+    made = Place(tmp_path / "home", tmp_path / "work", url)
     made.home.mkdir()
     made.work.mkdir()
     (made.work / "note.txt").write_text("the word is quartz\n")
@@ -292,3 +304,66 @@ def test_langchain(place: Place):
         ]
         assert found["answer"] == KNOWN
         assert {*found["full"]} == {"whole", "streamed"}, (api, found["full"])
+
+
+def test_screenshots(tmp_path: Path):
+    """A program's own tool reads a picture; what it gives back is an image that the model is shown."""
+    screen = tmp_path / "work" / "screen.png"
+    readers = {"Read": "file_path", "read": "filePath"}  # of Claude Code, of opencode
+    rules = [
+        Rule(f"'{IMAGE}' in seen.text", "I have seen the screen."),
+        *(
+            Rule(f"'{name}' in names and 'screen.png' in seen.asked", call(name, **{key: str(screen)}))
+            for name, key in readers.items()
+        ),
+        Rule("true", "I have no tool that reads."),
+    ]
+    folder = tmp_path / "up"
+    folder.mkdir()
+    with up(folder, save_scripted(folder / "model", rules, CONTEXT, sees=True)) as url:
+        place = make_place(tmp_path, url)
+        Image.new("RGB", (64, 40), "purple").save(screen)
+        printed = place.run(
+            *(
+                "claude",
+                "-p",
+                "--output-format",
+                "json",
+                "--allowedTools",
+                "Read",
+                "--",
+                "Look at screen.png",
+            ),
+            ANTHROPIC_BASE_URL=place.url,
+            ANTHROPIC_AUTH_TOKEN="none",
+            ANTHROPIC_MODEL="claude-mine",
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        )
+        assert objects(printed)[-1]["result"] == "I have seen the screen."
+        seen = images(url)
+        assert seen
+        provider = {
+            "npm": "@ai-sdk/openai-compatible",
+            "name": "Baton",
+            "options": {"baseURL": f"{place.url}/v1"},
+            "models": {
+                "mine": {"name": "mine", "modalities": {"input": ["text", "image"], "output": ["text"]}}
+            },
+        }
+        settings = {"model": "baton/mine", "provider": {"baton": provider}}
+        (place.work / "opencode.json").write_text(json.dumps(settings))
+        printed = place.run(
+            *("opencode", "run", "--format", "json", "Look at screen.png"),
+            OPENCODE_DISABLE_AUTOUPDATE="1",
+            OPENCODE_DISABLE_MODELS_FETCH="1",
+        )
+        texts = [each["part"]["text"] for each in objects(printed) if each["type"] == "text"]
+        assert texts[-1] == "I have seen the screen."
+        assert images(url) > seen
+
+
+def images(url: str) -> float:
+    """How many the gateway has taken."""
+    lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+    taken = [line for line in lines if line.startswith("baton_gateway_images_total")]
+    return sum(float(line.split()[-1]) for line in taken if "refused" not in line)
