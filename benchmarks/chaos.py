@@ -17,6 +17,9 @@ round-robin prompts land on any node, which pulls what others hold of them. The 
 
 With --device cuda the workers take this machine's GPUs in turn, and it is a problem, too, if memory of a GPU
 is left. --kills: all faults are SIGKILL.
+
+With --roles a fault is a change of a worker's role (`baton role`), some of them with SIGKILL in the middle.
+The summary has the longest time for which a node served neither role.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from reference import Reference
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shared import make_parser, save_results
-from stress import Cluster, Injector, RankInjector, Report, make_tasks, record, run
+from stress import Cluster, Injector, RankInjector, Report, RoleInjector, make_tasks, record, run
 from stress.clients import Outcome
 from stress.faults import Fault
 
@@ -118,6 +121,8 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
         async def attack() -> Report:
             options = {"seed": args.seed, "streams": args.streams, "seconds": args.seconds}
             whole = partial(Injector, weights={"kill": 1}) if args.kills else Injector
+            if args.roles:
+                whole = partial(RoleInjector, kills=args.role_kills)
             return await run(
                 cluster,
                 known,
@@ -152,6 +157,8 @@ def main() -> int:
     parser.add_argument("--routing", choices=POLICIES, default="cache", help="of the gateway")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--kills", action="store_true", help="no stalls and drains")
+    parser.add_argument("--roles", action="store_true", help="change roles of workers")
+    parser.add_argument("--role-kills", type=float, default=0.25, help="share of these with a kill")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
     args = parser.parse_args()
     args.seed = args.seed or secrets.randbits(32)

@@ -34,6 +34,8 @@ class Report:
     faults: list[Fault]
     left: str
     """What processes still held, or "": nothing."""
+    role_pause_ms: int
+    """For which a worker served neither role at most, in a change of roles."""
     tiers: dict[str, int]
     """What the workers that were there at the end have had of lower tiers and of each other."""
 
@@ -65,6 +67,7 @@ class Report:
             "slowest_seconds": round(tally.slowest, 1),
             "longest_pause_seconds": round(tally.pause, 2),
             "faults": dict(Counter(f"{f.action} {f.process.rpartition('-')[0]}" for f in self.faults)),
+            "role_pause_ms": self.role_pause_ms,
             "tiers": self.tiers,
             "problems": self.problems,
         }
@@ -109,5 +112,6 @@ async def run(
     except (AssertionError, grpc.RpcError, ValueError) as error:  # a process that does not serve again
         left = f"{type(error).__name__}: {error}"
     loads = [] if left else [process.load() for role in ("prefill", "decode") for process in cluster.of(role)]
+    pause = faulty.longest_ms if isinstance(faulty, RoleInjector) else 0
     tiers = {name: sum(getattr(load, name) for load in loads) for name in TIERS}
-    return Report(seed, time.monotonic() - started, load.tally, faulty.faults, left, tiers)
+    return Report(seed, time.monotonic() - started, load.tally, faulty.faults, left, pause, tiers)
