@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("handoff", "kvcache", "engine", "decode", "prefill")
+PACKAGES = ("handoff", "kvcache", "engine", "worker/decode", "worker/prefill")
 LEFT_OUT = ("cuda_", "timed_runner")
 """Beginnings of names of modules that run on GPUs only."""
 SHELLS = ("server", "measure")
@@ -130,7 +130,9 @@ class Replace(ast.NodeTransformer):
 def mutations() -> Iterator[tuple[Path, ast.Module, ast.AST, ast.AST]]:
     """All there are: file, its tree, the node, what takes its place."""
     for package in PACKAGES:
-        for path in sorted((ROOT / "services/baton" / package).glob("*.py")):
+        if not (paths := sorted((ROOT / "services/baton" / package).glob("*.py"))):
+            raise SystemExit(f"services/baton/{package} has no files: has it been moved?")
+        for path in paths:
             if path.stem.startswith(LEFT_OUT) or path.stem in SHELLS:
                 continue
             tree = ast.parse(path.read_text())

@@ -169,8 +169,7 @@ class WorkerConfig(NodeConfig):
     the most."""
     host_memory: str = ""
     """Memory of the host, such as 64G, for pages that the KV pool evicts: they are copied back when a prompt
-    needs them, if that is sooner than to compute it. Empty: none. With --tp on
-    the CPUs of one host only."""
+    needs them, if that is sooner than to compute it. Empty: none. With --tp on one host's CPUs only."""
     disk: str = ""
     """Directory for files of pages that the host memory has been given, on a local disk or shared by several
     workers: they are read back when a prompt needs them, also after a restart, if that is sooner than to
@@ -260,9 +259,8 @@ class DecodeConfig(WorkerConfig):
     draft: str = "off"
     """Guess the next tokens, and verify them in one step; texts stay as they are. suffix: guesses what
     followed the last tokens before, in the same request or behind the same beginning; it pays where answers
-    repeat parts of their prompts. mtp: the checkpoint's own layer of multi-token prediction
-    guesses. A path or id: a smaller model of the same vocabulary, an EAGLE-3 head or Medusa heads
-    guess. off: no guesses."""
+    repeat parts of their prompts. mtp: the checkpoint's own layer of multi-token prediction guesses. A path
+    or id: a smaller model of the same vocabulary, an EAGLE-3 head or Medusa heads guess. off: none."""
     draft_tokens: int | None = None
     """Tokens that are guessed for a sequence in a step, as far as there are guesses; none: each step takes as
     many, up to 7, as pay by the measured times of steps."""

@@ -174,8 +174,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """On a GPU with kernels: does everything that a launch does except replaying the graph, for StepLoop.
-        Changes nothing that a sequence sees."""
+        """Does on a GPU all that a launch does but replay the graph, for StepLoop; no sequence sees it."""
         self._write_slots(self._slots.unchanging)
         none = np.zeros(0, np.int64)
         simple = self._sampler.simple(none, none) if isinstance(self._sampler, CudaSampler) else None
@@ -206,8 +205,7 @@ class ModelRunner:
         return final_states(self._body, self._batch(host, every=True))
 
     def _copy(self, plan: StepPlan) -> None:
-        """Copies pages. If several ranks hold the same heads in one pool, the first copies and the others
-        wait for it."""
+        """Copies pages. Of ranks that hold the same heads in one pool the first does, and others wait."""
         pool, shared = self._pool, False
         if self._communicator is not None and self._device.type == "cpu":
             shared = pool.heads != (0, pool.layout.num_kv_heads) or pool.layout.layouts[0].parts == 1
@@ -301,8 +299,7 @@ class ModelRunner:
             self._sampling.sample(launched, pending)
 
     def _keep_tapped(self, launched: LaunchedStep, places: Iterable[int], counts: list[int]) -> None:
-        """Copies what a graph has written for rows of so many tokens, before the next writes there; `places`:
-        theirs in the plan."""
+        """Copies what a graph has written for rows of so many tokens; `places`: theirs in the plan."""
         if self._tap_buffer is not None:
             parts = torch.split(self._tap_buffer[: sum(counts)].clone(), counts)
             launched.hidden = dict(zip(places, parts, strict=True))
