@@ -139,6 +139,14 @@ $(VENV)/evals: tests/clients/evals.lock $(VENV)/installed-test
 	@$@/bin/python $(INSTALL) --no-deps -r $< || { rm -rf $@; exit 1; }
 	@touch $@
 
+# Ray, for tests/cluster/test_ray.py: 230 MB. It finds Baton and all else in $(VENV).
+$(VENV)/ray: tests/clients/ray.lock $(VENV)/installed-test
+	@$(PYTHON) -m venv $@
+	@$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/services", sysconfig.get_path("purelib"), sep="\n")' \
+	  > "$$($@/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/baton.pth"
+	@$@/bin/python $(INSTALL) --no-deps -r $< || { rm -rf $@; exit 1; }
+	@touch $@
+
 # The programs of docs/agents.md, for tests/cluster/test_agents.py: 2 GB.
 $(VENV)/agents: $(wildcard tests/clients/agents/*) $(VENV)/base
 	@rm -rf $@ && mkdir $@ && cp tests/clients/agents/package*.json $@

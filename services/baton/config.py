@@ -294,8 +294,8 @@ class GatewayConfig(NodeConfig):
     siblings: tuple[str, ...] = ()
     """host:port of those gateways' own ports, for `baton status`."""
     tokenizer: tuple[str, ...] = ("127.0.0.1:50051",)
-    """Tokenizers: host:port, or dns:host:port for all addresses of a name. With --etcd those found there are
-    added, and the default is left out."""
+    """Tokenizers: host:port, dns:host:port for all addresses of a name, or file:/path for those in a file, a
+    line each. With --etcd those found there are added, and the default is left out."""
     decode: tuple[str, ...] = ("127.0.0.1:50071",)
     """Decode nodes, likewise."""
     prefill: tuple[str, ...] = ()

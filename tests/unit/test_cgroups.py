@@ -102,7 +102,7 @@ async def test_a_worker_that_was_killed_for_memory_is_named_so(
 ) -> None:
     child = Child("decode-0", "decode", folder=tmp_path, host="127.0.0.1", port=1)
     script = "import os; print('ready now', flush=True); os.kill(os.getpid(), 9)"
-    await child.start([sys.executable, "-c", script], dict(os.environ), 60.0)
+    await child.start([sys.executable, "-c", script], 60.0)
     code = await child.ended()
     assert str(child.died(code)).endswith("was killed by SIGKILL")
     monkeypatch.setattr(cgroups, "oom_kills", lambda: 2**20)

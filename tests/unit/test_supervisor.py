@@ -230,6 +230,33 @@ def test_killed_supervisor_leaves_no_process(tmp_path: Path, behave: str) -> Non
     assert gone(pids, 30.0)
 
 
+async def test_children_come_and_go_while_others_run(tmp_path: Path) -> None:
+    """The list of the deployment is the supervisor's. One that is removed is not started again."""
+    children = make_children(tmp_path)
+    (port,) = free_ports("127.0.0.1", 1)
+    one_more = Child("decode-1", "decode", folder=tmp_path, host="127.0.0.1", port=port)
+    supervisor = make(children)
+    try:
+        await supervisor.start()
+        await supervisor.add(one_more)
+        assert one_more.state is State.HEALTHY and one_more in children
+        pids = [child.pid for child in children]
+        one_more.kill()
+        while one_more.starts < 2 or one_more.state is not State.HEALTHY:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await supervisor.remove(one_more)
+        assert gone([pids[-1], one_more.pid], 20.0) and not gone(pids[:-1], 0.1)
+        assert one_more.state is State.STOPPED and one_more not in children
+        again = Child("decode-1", "decode", folder=tmp_path, host="127.0.0.1", port=port)
+        broken = make(children, {"decode-1": "crash"})
+        with pytest.raises(ChildError, match="decode-1"):
+            await broken.add(again)
+        assert again not in children and not again.running
+    finally:
+        await supervisor.stop()
+    assert gone(pids, 20.0)
+
+
 def test_backoff_doubles_and_keeps_the_limit_per_minute() -> None:
     backoff, now, times = Backoff(), 0.0, []
     for _ in range(20):

@@ -32,11 +32,11 @@ class Credentials:
         that the environment names (BATON_CLUSTER_SECRET_FILE and the like). Raises BatonError."""
         variables = {name: fields_of(NodeConfig)[name].variable for name in CLUSTER_FIELDS}
         named: dict[str, Any] = {name: os.environ.get(variable, "") for name, variable in variables.items()}
-        secret = local_secret.find(gateway)
+        secret, spread = local_secret.find(gateway)
         if secret:
             named["cluster_secret_file"] = ""
-        in_clear = os.environ.get("BATON_CLUSTER_SECRET_IN_CLEAR", "").lower() in ("1", "true", "yes", "on")
-        cluster = ClusterCredentials.load(NodeConfig(**named, cluster_secret_in_clear=in_clear))
+        asked = os.environ.get("BATON_CLUSTER_SECRET_IN_CLEAR", "").lower() in ("1", "true", "yes", "on")
+        cluster = ClusterCredentials.load(NodeConfig(**named, cluster_secret_in_clear=asked or spread))
         return cls(
             dataclasses.replace(cluster, secret=secret or cluster.secret), ClientCredentials.of(None, None)
         )

@@ -123,7 +123,7 @@ class Deployment:
             for role, count in (("prefill", plan.prefill), ("decode", plan.decode), ("encode", plan.encode))
             for number in range(count)
         ]
-        self.gpus = _gpus(plan, workers)
+        self.gpus = self._choose_gpus(workers)
         self._secret: LocalSecret | None = None
         gateways = ["gateway"] if plan.gateways == 1 else [f"gateway-{n}" for n in range(plan.gateways)]
         names = [("tokenizer", "tokenizer"), *workers, *((name, "gateway") for name in gateways)]
@@ -135,20 +135,13 @@ class Deployment:
         """host:port of the gateways' gRPC server."""
         self.http_address = "" if http_port is None else join_address(host, http_port)
         """host:port of the gateways' HTTP server; empty: there is none."""
-        self.children = []
+        self.children: list[Child] = []
         for name, role in names:
-            child = Child(
-                name,
-                role,
-                folder=folder,
-                host=self._loopback,
-                port=next(ports),
-                http_port=None if role == "gateway" and http_port is None else next(ports),
-                environment={"CUDA_VISIBLE_DEVICES": self.gpus[name]} if name in self.gpus else {},
-            )
+            own_http = None if role == "gateway" and http_port is None else next(ports)
+            where = {"host": self._loopback, "port": next(ports), "http_port": own_http}
             if name == "gateway":  # of several, each has ports of its own beside those that they share
-                child.host, child.port, child.http_port = host, port, http_port
-            self.children.append(child)
+                where = {"host": host, "port": port, "http_port": http_port}
+            self.children.append(self._make_child(name, role, **where))
         self.supervisor = Supervisor(
             self.children,
             self._arguments,
@@ -156,9 +149,28 @@ class Deployment:
             restart=plan.restart,
             start_seconds=plan.start_seconds,
             drain_seconds=plan.drain_seconds,
-            report=lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
+            report=self._report,
         )
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _make_child(self, name: str, role: str, **where: Any) -> Child:
+        """where: host, port and http_port."""
+        gpus = {"CUDA_VISIBLE_DEVICES": self.gpus[name]} if name in self.gpus else {}
+        return Child(name, role, folder=self.log_folder, environment=gpus, **where)
+
+    def _choose_gpus(self, workers: Sequence[tuple[str, str]]) -> dict[str, str]:
+        """A GPU for each worker, of the given names and roles, that takes any; one whose device has an index
+        sees all."""
+        settings = {role: self.plan.settings.get(role, {}) for role in ("prefill", "decode", "encode")}
+        ranks = {
+            name: int(settings[role].get("tp", 1))
+            for name, role in workers
+            if settings[role].get("device", "auto") in ("cuda", "auto")
+        }
+        return assign_gpus(ranks, visible_gpus() if ranks else [])
+
+    def _report(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _addresses(self, role: str) -> tuple[str, ...]:
         return tuple(child.address for child in self.children if child.role == role)
@@ -169,6 +181,10 @@ class Deployment:
         return self.gpus.get(child.name, device if device.startswith("cuda:") else "")
 
     def _arguments(self, child: Child) -> list[str]:
+        return list(as_flags(ROLES[child.role], self._settings(child)))
+
+    def _settings(self, child: Child) -> dict[str, Any]:
+        """Fields of the child's configuration, but for what it binds."""
         role = child.role
         settings = {**self.plan.settings.get(role, {}), "advertise": ""}
         settings["drain_seconds"] = self.plan.drain_seconds
@@ -189,19 +205,25 @@ class Deployment:
                 settings[name] = nth_address(settings[name], workers.index(child))
         if role in ("gateway", "decode"):
             settings["prefill"] = self._addresses("prefill")
-        return list(as_flags(ROLES[role], settings))
+        return settings
+
+    def _make_secret(self) -> LocalSecret:
+        return LocalSecret(self.address)
+
+    async def _start(self) -> None:
+        await self.supervisor.start()
 
     async def __aenter__(self) -> Self:
         try:
             if not self.plan.settings.get("gateway", {}).get("cluster_secret_file"):
-                self._secret = LocalSecret(self.address)
+                self._secret = self._make_secret()
             self._tasks.append(asyncio.create_task(rotate_logs(self.children)))
             if self.plan.verbose:
                 self._tasks.append(asyncio.create_task(follow_logs(self.children, self.console)))
-                await self.supervisor.start()
+                await self._start()
             else:
                 async with start_progress(self.children, self.console):
-                    await self.supervisor.start()
+                    await self._start()
         except BaseException:
             await self._close()
             raise
@@ -227,14 +249,3 @@ class Deployment:
             from baton.transport.shm import reap_orphans  # here: numpy would delay the start
 
             reap_orphans()  # of workers that had to be killed
-
-
-def _gpus(plan: DeploymentPlan, workers: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Chooses a GPU for each worker that takes any; one whose device has an index sees all."""
-    settings = {role: plan.settings.get(role, {}) for role in ("prefill", "decode", "encode")}
-    ranks = {
-        name: int(settings[role].get("tp", 1))
-        for name, role in workers
-        if settings[role].get("device", "auto") in ("cuda", "auto")
-    }
-    return assign_gpus(ranks, visible_gpus() if ranks else [])

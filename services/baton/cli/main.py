@@ -58,6 +58,7 @@ COMMANDS: Commands = {
     "Run": {
         "up": ("up:up", "Start a whole deployment on this machine and keep it running."),
         "serve": ("serve:serve", "Run one process: gateway, tokenizer, prefill, decode or encode."),
+        "scale": ("scale:scale", "Change how many workers a running `baton up --ray` has."),
         "demo": ("demo:demo", "Start a deployment, stream some answers, show what happened."),
     },
     "Use": {

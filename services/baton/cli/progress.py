@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -192,9 +193,9 @@ async def rotate_logs(children: Sequence[Child]) -> None:
 
 async def follow_logs(children: Sequence[Child], console: Console) -> None:
     """Prints the children's logs, each line with its process's name, until cancelled."""
-    offsets = {child.name: 0 for child in children}
-    width = max(len(child.name) for child in children)
+    offsets: defaultdict[str, int] = defaultdict(int)
     while True:
+        width = max(len(child.name) for child in children)
         for child in children:
             if not child.log.exists():
                 continue

@@ -90,7 +90,7 @@ class Child:
         self.state = state
         self.since = time.monotonic()
 
-    async def start(self, command: Sequence[str], environment: dict[str, str], seconds: float) -> None:
+    async def start(self, command: Sequence[str], seconds: float) -> None:
         """Starts `command` with the ports appended; returns once the process says that it is ready.
 
         Raises ChildError when the process cannot be made, ends first, or `seconds` have passed; it may then
@@ -109,7 +109,7 @@ class Child:
                     stdin=asyncio.subprocess.PIPE,  # the lifeline, which ends with this process
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
-                    env=environment,
+                    env={**_inherited(), **self.environment},
                     process_group=0,  # a terminal's Ctrl-C reaches the supervisor alone
                 )
         except OSError as error:
@@ -191,7 +191,9 @@ class Child:
         return f"{text}: memory ran out ({limit}lower --kv-tokens, or take a smaller --dtype or model)"
 
     def _error(self, what: str) -> ChildError:
-        lines = self.last_lines()
+        return self._with_log(what, self.last_lines())
+
+    def _with_log(self, what: str, lines: Sequence[str]) -> ChildError:
         return ChildError("\n".join([f"{what}; its log ({self.log}) ends:" if lines else what, *lines]))
 
     def died(self, code: int) -> ChildError:
@@ -237,11 +239,11 @@ class Backoff:
 
 
 class Supervisor:
-    """Owns the children. `arguments` returns a child's flags at each start."""
+    """Owns the children: the list, too. `arguments` returns a child's flags at each start."""
 
     def __init__(
         self,
-        children: Sequence[Child],
+        children: list[Child],
         arguments: Callable[[Child], Sequence[str]],
         *,
         program: Sequence[str] = SERVE,
@@ -250,19 +252,15 @@ class Supervisor:
         drain_seconds: float = 5.0,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.children = list(children)
+        self.children = children
         self._arguments = arguments
         self._program = tuple(program)
         self._restart = restart
         self._start_seconds = start_seconds
         self._drain_seconds = drain_seconds
         self._report = report
-        self._monitors: list[asyncio.Task[None]] = []
+        self._monitors: dict[str, asyncio.Task[None]] = {}
         self._failure: asyncio.Future[ChildError] | None = None
-        # Each worker has a thread per core. A waiting thread must not spin on another's core.
-        # A short spin still pays within a step. `baton bench` on two cores, output tokens/s of two runs: 815,
-        # 848; without spin 763, 593; with OpenMP's default 506, 763.
-        self._environment = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **_inherited()}
 
     async def start(self) -> None:
         """Returns once all are ready. Raises the first ChildError; `stop` must still be called then."""
@@ -279,11 +277,29 @@ class Supervisor:
 
     async def _start(self, child: Child) -> None:
         await self._launch(child)
-        self._monitors.append(asyncio.create_task(self._monitor(child), name=f"monitor {child.name}"))
+        self._monitors[child.name] = asyncio.create_task(self._monitor(child), name=f"monitor {child.name}")
 
     async def _launch(self, child: Child) -> None:
         command = [*self._program, child.role, *self._arguments(child)]
-        await child.start(command, {**self._environment, **child.environment}, self._start_seconds)
+        await child.start(command, self._start_seconds)
+
+    async def add(self, child: Child) -> None:
+        """Starts one more child; returns once it is ready. Raises ChildError, and then owns nothing more."""
+        self.children.append(child)
+        try:
+            await self._start(child)
+        except BaseException:
+            await self.remove(child)
+            raise
+
+    async def remove(self, child: Child) -> None:
+        """Drains and stops one child."""
+        monitor = self._monitors.pop(child.name, None)
+        if monitor is not None:
+            monitor.cancel()
+            await asyncio.gather(monitor, return_exceptions=True)
+        await child.stop(self._drain_seconds + STOP_MARGIN_SECONDS)
+        self.children.remove(child)
 
     async def failed(self) -> ChildError:
         """Waits until a child has died that is not restarted."""
@@ -299,7 +315,8 @@ class Supervisor:
                     self._failure.set_result(error)
                 return
             delay = backoff.next(time.monotonic())
-            self._report(f"{error}\nstarting {child.name} again in {delay:.1f} s on port {child.port}")
+            port = f" on port {child.port}" if child.port else ""
+            self._report(f"{error}\nstarting {child.name} again in {delay:.1f} s{port}")
             await asyncio.sleep(delay)
             try:
                 await self._launch(child)
@@ -314,9 +331,9 @@ class Supervisor:
     async def stop(self) -> None:
         """Stops all children, role by role. When cancelled it kills the rest at once. No child is running
         when this has returned or raised."""
-        for task in self._monitors:
+        for task in self._monitors.values():
             task.cancel()
-        await asyncio.gather(*self._monitors, return_exceptions=True)
+        await asyncio.gather(*self._monitors.values(), return_exceptions=True)
         self._monitors.clear()
         try:
             for role in STOP_ORDER:
@@ -336,6 +353,11 @@ class Supervisor:
 
 def _inherited() -> dict[str, str]:
     """The environment without Baton's own variables: children get their settings as flags, and a variable may
-    be meant for a client, as with `baton verify --against`."""
+    be meant for a client, as with `baton verify --against`.
+
+    Each worker has a thread per core. A waiting thread must not spin on another's core. A short spin still
+    pays within a step. `baton bench` on two cores, output tokens/s of two runs: 815, 848; without spin 763,
+    593; with OpenMP's default 506, 763."""
     own = {*variables(), "BATON_CONFIG"}
-    return {name: value for name, value in os.environ.items() if name not in own}
+    others = {name: value for name, value in os.environ.items() if name not in own}
+    return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **others}

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,10 +223,26 @@ class UpConsole(Console):
             super().on_broken_pipe()
 
 
-async def _up(plan: DeploymentPlan, console: Console) -> int:
-    async with Deployment(plan, console) as deployment:
+def on_ray(address: str, plan: DeploymentPlan, console: Console) -> Deployment:
+    """A deployment on the Ray cluster at that address. Ends the command with one line if there is none. Comes
+    before the event loop, whose handler of SIGTERM then replaces Ray's."""
+    try:
+        from baton.cli import ray_cluster
+    except ImportError as error:
+        fail(f"--ray needs Ray ({error}): pip install 'baton-serve[ray]'", code=2)
+    from baton.cli.ray_deployment import RayDeployment
+
+    try:
+        return RayDeployment(plan, console, ray_cluster.connect(address))
+    except BatonError as error:
+        fail(error.message, code=2)
+
+
+async def _up(make: Callable[[], Deployment], console: Console) -> int:
+    async with make() as deployment:
         from baton.model_path import model_name
 
+        plan = deployment.plan
         gateway = plan.settings["gateway"]
         own = model_name(plan.settings["tokenizer"].get("model", "demo"))
         model = served_names(gateway.get("served_name", ""), own)[0]
@@ -291,6 +307,14 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
         "Folder of the processes' logs.  [default: a new folder in ~/.local/state/baton/logs]",
         "DIRECTORY",
     ),
+    click.option(
+        "--ray",
+        is_flag=False,
+        flag_value="auto",
+        metavar="[HOST:PORT]",
+        help="Spread the workers over the hosts of the Ray cluster with this head; without an address: of "
+        "the cluster that this host is a part of.",
+    ),
     click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs to stdout too."),
     click.option(
         "--no-restart", is_flag=True, help="Stop everything when a process dies, instead of restarting it."
@@ -320,6 +344,7 @@ def up(
     port: int | None,
     http_port: str | int | None,
     log_dir: Path | None,
+    ray: str | None,
     verbose: bool,
     no_restart: bool,
     drain_seconds: float,
@@ -341,6 +366,7 @@ def up(
       baton up --prefill 0                        aggregated: no hand-off
       baton up --tp 2                             each worker is two processes; on GPUs, one each
       baton up --device cuda --prefill 2          workers take the GPUs in turn; CUDA_VISIBLE_DEVICES chooses
+      baton up --ray --decode 4                   workers on the hosts of a Ray cluster
       baton up --transports grpc                  pages over gRPC instead of shared memory
       baton up --config baton.toml --port 0       settings from a file, a free port
     """
@@ -366,6 +392,9 @@ def up(
     check_gateway(plan.host, settings["gateway"])
     check_port(plan.host, plan.port, "--port")
     check_port(plan.host, plan.http_port or 0, "--http-port")
-    check_workers(settings, prefill_nodes)  # last: it takes seconds, and may fetch the model
     console = UpConsole()
-    run_command(lambda: _up(plan, console), interrupted=0)
+    if ray is not None:
+        deployment = on_ray(ray, plan, console)
+        run_command(lambda: _up(lambda: deployment, console), interrupted=0)
+    check_workers(settings, prefill_nodes)  # last: it takes seconds, and may fetch the model
+    run_command(lambda: _up(lambda: Deployment(plan, console), console), interrupted=0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from baton.discovery import dns, etcd
+from baton.discovery import address_file, dns, etcd
 from baton.discovery.etcd import Etcd
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
@@ -72,8 +73,9 @@ _log = get_logger()
 
 
 class Finder:
-    """addresses: "host:port" is a node, "dns:host:port" a name of several. Nodes of the role in `etcd` are
-    added. `changed` is called on the event loop, first by `start` with the static list."""
+    """addresses: "host:port" is a node, "dns:host:port" a name of several, "file:/path" a file of them. Nodes
+    of the role in `etcd` are added. `changed` is called on the event loop, first by `start` with the static
+    list."""
 
     def __init__(
         self,
@@ -84,9 +86,11 @@ class Finder:
     ) -> None:
         """Raises BatonError that names the field of an address that is wrong."""
         self._role = role
-        self._nodes = [address for address in addresses if not address.startswith(dns.PREFIX)]
-        names = [address for address in addresses if address.startswith(dns.PREFIX)]
-        self._names = [dns.parse_name(name, role) for name in names]
+        elsewhere = (dns.PREFIX, address_file.PREFIX)
+        self._nodes = [address for address in addresses if not address.startswith(elsewhere)]
+        self._names = [dns.parse_name(each, role) for each in addresses if each.startswith(dns.PREFIX)]
+        files = [each for each in addresses if each.startswith(address_file.PREFIX)]
+        self._files = [address_file.parse_path(each, role) for each in files]
         self._etcd = etcd
         self._changed = changed
         self._members = Members()
@@ -102,7 +106,8 @@ class Finder:
     def searches(self) -> list[str]:
         """The sources of further nodes, as text."""
         endpoints = self._etcd.endpoints if self._etcd is not None else ()
-        return [*map(str, self._names), *(f"etcd {endpoint}" for endpoint in endpoints)]
+        files = (f"{address_file.PREFIX}{path}" for path in self._files)
+        return [*map(str, self._names), *files, *(f"etcd {endpoint}" for endpoint in endpoints)]
 
     def start(self) -> None:
         self._update("list", self._nodes)
@@ -113,6 +118,9 @@ class Finder:
                 self._update(source, nodes, dns.HOLD_SECONDS)
 
             self._tasks.spawn(dns.watch(name, resolved), source)
+        for path in self._files:
+            source = f"{address_file.PREFIX}{path}"
+            self._tasks.spawn(address_file.watch(path, partial(self._update, source)), source)
         if self._etcd is not None:
             watching = etcd.watch(self._etcd, self._role, self._update_etcd)
             self._tasks.spawn(watching, f"etcd {self._role}")
