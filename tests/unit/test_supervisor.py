@@ -239,14 +239,14 @@ async def test_children_come_and_go_while_others_run(tmp_path: Path) -> None:
     try:
         await supervisor.start()
         await supervisor.add(one_more)
-        assert one_more.state is State.HEALTHY and one_more in children
+        assert one_more.state is ChildState.HEALTHY and one_more in children
         pids = [child.pid for child in children]
         one_more.kill()
-        while one_more.starts < 2 or one_more.state is not State.HEALTHY:  # noqa: ASYNC110
+        while one_more.starts < 2 or one_more.state is not ChildState.HEALTHY:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await supervisor.remove(one_more)
         assert gone([pids[-1], one_more.pid], 20.0) and not gone(pids[:-1], 0.1)
-        assert one_more.state is State.STOPPED and one_more not in children
+        assert one_more.state is ChildState.STOPPED and one_more not in children
         again = Child("decode-1", "decode", folder=tmp_path, host="127.0.0.1", port=port)
         broken = make(children, {"decode-1": "crash"})
         with pytest.raises(ChildError, match="decode-1"):

@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup
 
 from baton.cli.ray_actor import ACTORS, HostedProcess
 from baton.cli.ray_cluster import RayCluster, release, resources_text
-from baton.cli.supervisor import Child, ChildError, State
+from baton.cli.supervisor import Child, ChildError, ChildState
 
 MOVE_SECONDS = 30.0
 """After this time without room for it, a worker that is to be started again says so."""
@@ -67,12 +67,12 @@ class RayChild(Child):
     def running(self) -> bool:
         return self._running
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: ChildState) -> None:
         super()._enter(state)
         self._changed()
 
     async def start(self, command: Sequence[str], seconds: float) -> None:
-        self._enter(State.STARTING)
+        self._enter(ChildState.STARTING)
         self.starts += 1
         try:
             async with asyncio.timeout(seconds):
@@ -87,14 +87,14 @@ class RayChild(Child):
             raise self._error(f"{self.name} was not ready after {seconds:.0f} s") from None
         except RayTaskError as error:  # Child.start's own
             self._end = str(error.cause if isinstance(error.cause, ChildError) else error)
-            self._enter(State.DIED)
+            self._enter(ChildState.DIED)
             raise self.died(0) from None
         except (RayError, ValueError) as error:
             self._lose()
             raise ChildError(f"{self.name} was not started by Ray: {' '.join(str(error).split())}") from None
         self.host, self.port, self.http_port = started.host, started.port, started.http_port
         self.environment = {"CUDA_VISIBLE_DEVICES": started.gpus} if started.gpus else {}
-        self._enter(State.HEALTHY)
+        self._enter(ChildState.HEALTHY)
 
     async def _create(self) -> None:
         """Returns once the actor lives."""
@@ -127,8 +127,8 @@ class RayChild(Child):
         except RayError:
             self._end = f"{self.name} (pid {self.pid}) was lost with its actor on {self.host}"
             self._lose()
-        if self.state is not State.STOPPING:
-            self._enter(State.DIED)
+        if self.state is not ChildState.STOPPING:
+            self._enter(ChildState.DIED)
         return code
 
     def died(self, code: int) -> ChildError:
@@ -137,14 +137,14 @@ class RayChild(Child):
 
     async def stop(self, seconds: float) -> None:
         if self._actor is not None:
-            self._enter(State.STOPPING)
+            self._enter(ChildState.STOPPING)
             with contextlib.suppress(RayError, TimeoutError):
                 async with asyncio.timeout(seconds + ANSWER_SECONDS):
                     await self._actor.stop.remote(seconds)
             with contextlib.suppress(RayError):
                 ray.kill(self._actor)
             self._lose()
-            self._enter(State.STOPPED)
+            self._enter(ChildState.STOPPED)
         release([self.place])
 
     def kill(self) -> None:

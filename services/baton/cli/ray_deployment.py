@@ -15,12 +15,12 @@ from baton.cli.local_secret import LocalSecret
 from baton.cli.ray_child import RayChild
 from baton.cli.ray_cluster import RayCluster
 from baton.cli.scale import ScaleServer
-from baton.cli.supervisor import Child, ChildError, State
+from baton.cli.supervisor import Child, ChildError, ChildState
 from baton.discovery.address_file import PREFIX
 from baton.rpc.errors import failed_precondition
 
 WORKERS = ("prefill", "decode", "encode")
-LISTED = (State.HEALTHY, State.STOPPING)
+LISTED = (ChildState.HEALTHY, ChildState.STOPPING)
 """States of workers that gateways are told of."""
 
 
