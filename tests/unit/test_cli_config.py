@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from baton.attention.registry import BACKENDS
 from baton.cli.config_fields import ROLES, as_flags, build, fields_of, given
 from baton.cli.options import config_file_option, config_options
-from baton.cli.serve import DEFAULT_PORTS, PACKAGES, serve
+from baton.cli.serve import DEFAULT_PORTS, MODULES, serve
 from baton.cli.up import settings_by_role, up
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, WorkerConfig
 from baton.engine.waiting_queue import POLICIES as SCHEDULING
@@ -203,7 +203,7 @@ def test_given_leaves_out_what_was_not() -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_each_role_has_a_process_to_serve(role: str) -> None:
-    assert importlib.util.find_spec(f"{PACKAGES[role]}.server")
+    assert importlib.util.find_spec(MODULES[role])
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -225,7 +225,7 @@ def test_up_passes_settings_to_the_roles_that_know_them(tmp_path: Path) -> None:
         "tokenizer": {"model": "m", "insecure": True},
         "prefill": worker,
         "decode": {**worker, "watermark": 0.5},
-        "encode": {"model": "m", "threads": 1, "insecure": True},
+        "encode": {"model": "m", "threads": 1, "insecure": True, "transports": ("shm", "grpc")},
     }
 
 
