@@ -164,7 +164,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running(path, *, prefill=1, decode=1, encode=0, prefill_options=(), decode_options=(), **options):
+async def running(
+    path, *, prefill=1, decode=1, encode=0, measured=False, prefill_options=(), decode_options=(), **options
+):
     made = {"model": str(path), "http_port": 0, "threads": 1, "page_size": 4, "kv_tokens": 2048}
     made |= {"token_budget": 16, "max_rows": 8, "transports": ("grpc",), **options}
     cluster = Cluster()
@@ -192,6 +194,10 @@ async def running(path, *, prefill=1, decode=1, encode=0, prefill_options=(), de
             if node in cluster.encode:
                 cluster.stops[node.address] = own
         cluster.encoders = [node.address for node in cluster.encode]
+        if not measured:
+            for node in cluster.nodes:
+                if node._images is not None:
+                    node._images.choice.in_place = lambda *asked: False
         try:
             yield cluster
             for node in cluster.nodes:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gateway_rig import until
 
+from baton.handoff.pull_cost import PullMeter
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error
 from baton.tracing.recorder import EventKind
@@ -139,6 +140,27 @@ async def test_a_node_is_killed_in_the_middle_of_a_batch(saved):
         assert not any(node.engine.images.counters.images for node in cluster.nodes)
         ends = [each.text for each in cluster.encode[0].recorder.all() if each.kind is EventKind.ENDED]
         assert ends and set(ends) == {"cancelled"}
+
+
+async def test_images_are_encoded_where_that_is_measured_to_be_sooner(saved):
+    path, model = saved
+    async with running(path, encode=1, prefill=0, measured=True) as cluster:
+        (encoder,), (node,) = cluster.encode, cluster.decode
+        for slow, fast in ((encoder, node), (node, encoder)):
+            for each, seconds in ((slow, 0.5), (fast, 1e-6)):
+                meter = PullMeter()
+                meter.add(100, seconds * 100)
+                if each is encoder:
+                    encoder.batches.meter = meter
+                else:
+                    node._images.choice.own = meter
+            before = encoder.batches.counters.images, node.engine.images.counters.images
+            prompt = cluster.prompt(3, (24, 40), 5, (16, 16), 2, seed=90 + (slow is node))
+            assert await cluster.ask(node, prompt, count=6) == [[prompt.greedy(model, 6)]]
+            after = encoder.batches.counters.images, node.engine.images.counters.images
+            encoded = [b - a for a, b in zip(before, after, strict=True)]
+            assert encoded == ([2, 0] if fast is encoder else [0, 2])
+        assert node.load().HasField("encode_cost") and encoder.load().HasField("encode_cost")
 
 
 @pytest.mark.parametrize(("transport", "reason"), [("grpc", "LEASE_LOST"), ("shm", "STALE_PAGES")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +52,10 @@ class EmbeddingCache:
                 self.bytes -= self._known.popitem(last=False)[1].nbytes
 
 
+def _ignore(tokens: int, seconds: float) -> None:
+    """For those who want no times."""
+
+
 @dataclass(slots=True)
 class EncodeCounters:
     """What a tower has done so far, as in node_pb2.Load."""
@@ -62,6 +66,8 @@ class EncodeCounters:
     batches: int = 0
     hits: int = 0
     """Images whose embeddings were still known; on encode nodes."""
+    timed: Callable[[int, float], None] = _ignore
+    """Gets the tokens and seconds of each batch."""
 
 
 def encode(
@@ -70,10 +76,12 @@ def encode(
     """As VisionTower.encode, one batch, which is counted."""
     begun = time.perf_counter()
     found = [rows.contiguous() for rows in tower.encode(list(images))]
-    counters.seconds += time.perf_counter() - begun
+    seconds, tokens = time.perf_counter() - begun, sum(rows.shape[1] for rows in found)
+    counters.seconds += seconds
     counters.images += len(found)
-    counters.tokens += sum(rows.shape[1] for rows in found)
+    counters.tokens += tokens
     counters.batches += 1
+    counters.timed(tokens, max(seconds, 1e-6))
     return found
 
 

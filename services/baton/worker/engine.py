@@ -25,6 +25,7 @@ from baton.engine.timed_runner import TimedRunner
 from baton.engine.warmup import StepLimits, measure_step_cost
 from baton.grammar.compiler import THREADS, GrammarCompiler
 from baton.grammar.trials import Trials
+from baton.handoff.pull_cost import PullMeter
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_groups import longest
 from baton.kvcache.kv_pool import PagePool, default_page_size
@@ -51,6 +52,7 @@ from baton.worker.checks import checked
 from baton.worker.draft_model import load_drafter
 from baton.worker.grammar_requests import make_compiler
 from baton.worker.host_memory import HostMemory, parse_size
+from baton.worker.images.choice import measure_encoding
 from baton.worker.memory import num_pages, run_largest_steps
 from baton.worker.model import (
     attention_of,
@@ -108,6 +110,8 @@ class Engine:
     """The one with a model of its own; None: there is none."""
     images: ImageEncoder | None
     """None: prompts with images are refused."""
+    encoding: PullMeter
+    """Times of its batches; empty without one."""
     tower: str
     """Fingerprint of the model's vision tower; empty: there is none."""
     in_steps: StepThreadCalls = field(default_factory=StepThreadCalls)
@@ -285,6 +289,7 @@ def _build_ranked(
         host_memory=host_memory,
         drafter=drafter,
         images=images,
+        encoding=PullMeter() if images is None else measure_encoding(images.tower, device),
         tower="" if images is None else tower_fingerprint(path, model.dtype, device, config.load_format),
     )
 

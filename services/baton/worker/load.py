@@ -15,6 +15,7 @@ from baton.v1 import cache_pb2, node_pb2
 
 if TYPE_CHECKING:
     from baton.engine.images import EncodeCounters
+    from baton.handoff.pull_cost import PullCost
     from baton.worker.engine import Engine
     from baton.worker.sources.sharing import CacheSharing
 
@@ -122,10 +123,12 @@ def add_grammars(load: node_pb2.Load, engine: Engine) -> None:
         load.grammars, load.grammar_us = stats.compiled, int(1e6 * stats.seconds)
 
 
-def add_encoding(load: node_pb2.Load, counters: EncodeCounters) -> None:
+def add_encoding(load: node_pb2.Load, counters: EncodeCounters, cost: PullCost | None) -> None:
     load.encoded_images, load.encoded_tokens = counters.images, counters.tokens
     load.encode_us = int(1e6 * counters.seconds)
     load.encode_batches, load.encode_hits = counters.batches, counters.hits
+    if cost is not None:
+        load.encode_cost.CopyFrom(node_pb2.PullCost(fixed=cost.fixed, token=cost.token))
 
 
 def cache_updates(

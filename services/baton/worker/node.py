@@ -342,8 +342,8 @@ class WorkerNode(WorkerShell[C]):
             add_sharing(load, self.core_or_none.sharing)
             load.problems.extend(self.problems(load))
             add_grammars(load, self.engine)
-            if self.engine.images is not None:
-                add_encoding(load, self.engine.images.counters)
+            if self.engine.images is not None and self._images is not None:
+                add_encoding(load, self.engine.images.counters, self._images.choice.own.cost)
             self.engine.ranks.add_plans(load)
         return load
 

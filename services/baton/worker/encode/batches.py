@@ -12,6 +12,7 @@ import torch
 
 from baton.engine.image_spans import ImageSource, ImageSpan
 from baton.engine.images import EncodeCounters, encode
+from baton.handoff.pull_cost import PullMeter
 from baton.kvcache.page_allocator import OutOfPages
 from baton.models.decoder import VisionTower
 from baton.rpc.errors import BatonError, exhausted, internal
@@ -50,8 +51,14 @@ class EncodeBatches:
     """An image that several want at a time is encoded once."""
 
     def __init__(
-        self, tower: VisionTower, pool: EmbeddingPool, contents: ImageContents, spawn: Spawn
+        self,
+        tower: VisionTower,
+        pool: EmbeddingPool,
+        contents: ImageContents,
+        spawn: Spawn,
+        meter: PullMeter,
     ) -> None:
+        """`meter`: of its batches."""
         self._tower, self._pool, self._contents, self._spawn = tower, pool, contents, spawn
         self._running: dict[tuple[bytes, ImageSource], asyncio.Task[BatonError | None]] = {}
         self._notes: dict[tuple[bytes, ImageSource], list[Note]] = {}
@@ -60,7 +67,8 @@ class EncodeBatches:
         """That is being encoded."""
         self._thread = ThreadPoolExecutor(1, "encode")
         self._encoding = False
-        self.counters = EncodeCounters()
+        self.meter = meter
+        self.counters = EncodeCounters(timed=meter.add)
 
     async def lend(self, image: ImageSpan, source: ImageSource, seconds: float, note: Note) -> EmbeddingLease:
         """Its embeddings. To be given back to the pool. Raises BatonError."""
@@ -156,7 +164,7 @@ class EncodeBatches:
         load.leases = self._pool.leases
         load.pages.CopyFrom(node_pb2.PageCounts(**asdict(self._pool.counts())))
         load.queued_tokens = sum(each.image.tokens for each in (*self._waiting, *self._batch))
-        add_encoding(load, self.counters)
+        add_encoding(load, self.counters, self.meter.cost)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -31,6 +31,7 @@ from baton.transport.grpc import PageSourceServicer
 from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.encode.batches import EncodeBatches, Note
 from baton.worker.encode.pool import EmbeddingLease, EmbeddingPool
+from baton.worker.images.choice import measure_encoding
 from baton.worker.images.contents import ImageContents
 from baton.worker.images.spans import check_spans, spans_from
 from baton.worker.model import device_of, dtype_of, use_device
@@ -99,7 +100,8 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         self._page_source.pages = self._published.pages
         self.pool = EmbeddingPool(rows, self._published.generations, time.monotonic)
         self._contents = ImageContents(tower, EmbeddingCache(0), self.cluster.dial, self.tasks.spawn)
-        self.batches = EncodeBatches(tower, self.pool, self._contents, self.tasks.spawn)
+        meter = await asyncio.to_thread(measure_encoding, tower, device)
+        self.batches = EncodeBatches(tower, self.pool, self._contents, self.tasks.spawn, meter)
         self._info.name = model_name(config.model)
         self._info.dtype = str(tower.dtype).removeprefix("torch.")
         self._registration = register(config, self.role, self._incarnation, address)

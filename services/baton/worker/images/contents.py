@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -123,8 +123,14 @@ class ImageContents:
         try:
             content: ImageContent | None = await self._encoded(image, source, asker)
             if content is None:
+                self._queue(image.tokens)
                 shape = image.rows * self._side, image.columns * self._side
-                content = await self._pictures.fetch(source.pictures, image.digest, shape)
+                try:
+                    content = await self._pictures.fetch(source.pictures, image.digest, shape)
+                except BaseException:
+                    self._queue(-image.tokens)
+                    raise
+                weakref.finalize(content, self._in_loop, self._queue, -image.tokens)
         except BatonError as error:
             self._free(size)
             return error
@@ -133,7 +139,7 @@ class ImageContents:
             raise
         else:
             self.used += content.nbytes - size
-            weakref.finalize(content, self._dropped, content.nbytes)
+            weakref.finalize(content, self._in_loop, self._free, content.nbytes)
             self._known[image.digest] = content
             return content
         finally:
@@ -158,10 +164,15 @@ class ImageContents:
         pixels = 3 * self._side**2
         return image.rows * image.columns * (max(pixels, self._embedding) if source.encoders else pixels)
 
-    def _dropped(self, size: int) -> None:
-        """Pixels are gone, in any thread."""
+    def _in_loop(self, function: Callable[[int], None], number: int) -> None:
+        """Contents are gone, in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._free, size)
+            self._loop.call_soon_threadsafe(function, number)
+
+    def _queue(self, tokens: int) -> None:
+        """Of images that are to be encoded here."""
+        if self._encoders is not None:
+            self._encoders.choice.queued += tokens
 
     def _free(self, size: int) -> None:
         self.used -= size

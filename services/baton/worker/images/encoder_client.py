@@ -13,18 +13,28 @@ import torch
 
 from baton.engine.image_spans import ImageSource, ImageSpan
 from baton.handoff.messages import AttemptName
+from baton.handoff.pull_cost import PullCost
 from baton.models.decoder import VisionTower
 from baton.rpc.channel import Dial
 from baton.rpc.client_stream import ClientStream
-from baton.rpc.errors import BatonError, deadline_exceeded, failed_precondition, unavailable
+from baton.rpc.errors import (
+    BatonError,
+    deadline_exceeded,
+    failed_precondition,
+    from_rpc_error,
+    unavailable,
+)
 from baton.rpc.logs import get_logger
 from baton.tracing.recorder import EventKind, Recorder
 from baton.transport import HostPages, TransportError, open_receiver
-from baton.v1 import encode_pb2, encode_pb2_grpc
+from baton.v1 import encode_pb2, encode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.worker.convert import name_to
 from baton.worker.images.channels import Channels
+from baton.worker.images.choice import EncodeChoice
 from baton.worker.images.spans import images_to
 
+LOAD_SECONDS = 2.0
+"""The longest that an encode node may take to say how busy it is."""
 RUN_SECONDS = 30.0
 """The longest that one image may take at one node."""
 NOT_THE_NODES = ("PICTURE_GONE", "PICTURES_LOST", "WRONG_PICTURE")
@@ -57,8 +67,10 @@ class EncoderClient:
         device: torch.device,
         kinds: Sequence[str],
         recorder: Recorder,
+        choice: EncodeChoice,
     ) -> None:
         """`tower`: of this worker; `name`: tower_fingerprint; `kinds`: of transports, best first."""
+        self.choice = choice
         self._dial, self._kinds = dial, kinds
         self._recorder = recorder
         self._channels = Channels(dial)
@@ -68,14 +80,16 @@ class EncoderClient:
         """When nodes last failed."""
 
     async def fetch(self, image: ImageSpan, source: ImageSource, asker: Asker) -> torch.Tensor | None:
-        """As `VisionTower.encode` has them; None: no node could. Images are divided among the nodes by their
-        digests, so that one that comes again meets the node that knows it."""
+        """As `VisionTower.encode` has them; None: no node could, or it is sooner here. Images are divided
+        among the nodes by their digests, so that one that comes again meets the node that knows it."""
         first = sum(image.digest) % len(source.encoders)
         for address in (*source.encoders[first:], *source.encoders[:first]):
             if time.monotonic() - self._failed.get(address, -AVOID_SECONDS) < AVOID_SECONDS:
                 continue
             try:
                 async with asyncio.timeout(RUN_SECONDS):
+                    if await self._sooner_here(address, image):
+                        return None
                     return await self._run(address, image, source.pictures, asker)
             except BatonError as failure:
                 error = failure
@@ -86,6 +100,18 @@ class EncoderClient:
             self._failed[address] = time.monotonic()
             _log.warning("encode node failed", address=address, reason=error.reason, error=error.message)
         return None
+
+    async def _sooner_here(self, address: str, image: ImageSpan) -> bool:
+        if self.choice.own.cost is None:
+            return False
+        stub = node_pb2_grpc.NodeStub(await self._channels.to(address))
+        try:
+            load = await stub.GetLoad(node_pb2.GetLoadRequest(), timeout=LOAD_SECONDS)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        cost = load.encode_cost
+        known = PullCost(cost.fixed, cost.token) if load.HasField("encode_cost") else None
+        return self.choice.in_place(image.tokens, load.queued_tokens, known)
 
     async def _run(self, address: str, image: ImageSpan, pictures: str, asker: Asker) -> torch.Tensor:
         self._recorder.add(EventKind.ENCODE_ASKED, *asker.name, number=image.tokens, text=address)
@@ -132,6 +158,7 @@ class EncoderClient:
             raise failed_precondition(text, "PROTOCOL")
         memory = torch.empty(len(pages) * per_page, dtype=torch.uint8)
         local = HostPages(memory.numpy().data, per_page)
+        begun = time.monotonic()
         try:
             opened = await open_receiver(ready.endpoints, local, self._kinds, address, dial=self._dial)
             receiver = opened.receiver
@@ -144,6 +171,7 @@ class EncoderClient:
             raise unavailable(f"embeddings cannot be pulled: {error}", "PULL_FAILED") from error
         if generations is not None and generations != list(ready.generations):
             raise unavailable("embeddings were overwritten before they had been copied", "STALE_PAGES")
+        self.choice.pulls.add(image.tokens, max(time.monotonic() - begun, 1e-6))
         return memory[:size].view(self._dtype).view(ready.parts, ready.tokens, ready.values).to(self._device)
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.worker.core import FetchedImages, NoImages
 from baton.worker.engine import Engine
+from baton.worker.images.choice import EncodeChoice
 from baton.worker.images.contents import ImageContents
 from baton.worker.images.encoder_client import Asker, EncoderClient
 from baton.worker.shell import WorkerShell
@@ -22,15 +23,19 @@ _log = get_logger()
 class ImageRequests:
     """On the event loop."""
 
-    def __init__(self, node: WorkerShell[Any], contents: ImageContents) -> None:
-        self._node, self.contents = node, contents
+    def __init__(self, node: WorkerShell[Any], contents: ImageContents, choice: EncodeChoice) -> None:
+        self._node, self.contents, self.choice = node, contents, choice
 
     @classmethod
     def of_engine(cls, node: WorkerShell[Any], engine: Engine, dial: Dial) -> ImageRequests:
         assert engine.images is not None
         images = engine.images
-        encoders = EncoderClient(dial, images.tower, engine.tower, engine.device, engine.kinds, node.recorder)
-        return cls(node, ImageContents(images.tower, images.cache, dial, node.spawn, encoders))
+        choice = EncodeChoice(engine.encoding)
+        images.counters.timed = choice.own.add
+        encoders = EncoderClient(
+            dial, images.tower, engine.tower, engine.device, engine.kinds, node.recorder, choice
+        )
+        return cls(node, ImageContents(images.tower, images.cache, dial, node.spawn, encoders), choice)
 
     def want(self, request: EngineRequest, images: Sequence[ImageSpan]) -> None:
         """See worker.core.CoreShell.want_images."""
