@@ -211,7 +211,7 @@ class Callers:
             yield message
 
     Run = Generate
-    Embed = None  # of another method's test
+    Embed = TakeLog = None  # of other methods' tests
 
 
 async def decode():
@@ -291,6 +291,7 @@ async def watch_cache():
     node = SimpleNamespace(
         incarnation=3,
         role="prefill",
+        requests=0,
         observed=0.0,
         load=node_pb2.Load,
         loop=asyncio.get_running_loop(),

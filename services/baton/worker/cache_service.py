@@ -40,6 +40,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         self._watchers = 0
         self._linger: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
+        self._woken = asyncio.Event()
 
     async def Watch(
         self, request: cache_pb2.WatchRequest, context: Any
@@ -49,10 +50,12 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
             with self._watching():
                 sent = 0.0
                 while not self._stopping.is_set():
-                    log = self._follow()
+                    woken = self._woken  # before the state is read: no change is missed
+                    log, idle = self._follow(), not self._node.requests
                     now = time.monotonic()
                     if (
-                        log.sequence != known
+                        idle
+                        or log.sequence != known
                         or self._node.observed > sent
                         or now >= sent + SIGN_OF_LIFE_SECONDS
                     ):
@@ -61,9 +64,16 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
                             yield update
                         known, sent = update.sequence, now
                     await wait_at_most(UPDATE_SECONDS, self._stopping)
+                    if idle:
+                        await wait_at_most(SIGN_OF_LIFE_SECONDS - UPDATE_SECONDS, woken)
             raise unavailable("the node is stopping", "STOPPING")
         except BatonError as error:
             await abort(context, error)
+
+    def wake(self) -> None:
+        """Called when the load of a node without requests changes, or it gets its first."""
+        self._woken.set()
+        self._woken = asyncio.Event()
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -109,6 +119,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     def close(self) -> None:
         """Ends all streams, and follows the trees no more."""
         self._stopping.set()
+        self.wake()
         if self._events:
             self._observe({})
         if self._linger is not None:

@@ -173,6 +173,7 @@ class WorkerNode(WorkerShell[C]):
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for running ones; returns the number of those left."""
         self.announce_drain()
+        self.cache_service.wake()
         deadline = time.monotonic() + seconds
         # The step thread does not signal: a poll costs nothing next to a drain.
         while self.requests and time.monotonic() < deadline:  # noqa: ASYNC110
@@ -330,7 +331,9 @@ class WorkerNode(WorkerShell[C]):
         if core is None or (core.requests and now - self.observed < SNAPSHOT_SECONDS):
             return
         self.observed = now
-        self._load = snapshot(core.scheduler, core.requests)
+        before, self._load = self._load, snapshot(core.scheduler, core.requests)
+        if not (before.requests and core.requests) and before != self._load:
+            self.post(self.cache_service.wake)
 
     def load(self) -> node_pb2.Load:
         load = node_pb2.Load()
