@@ -22,7 +22,8 @@ MARGIN_SECONDS = 20.0
 
 
 def check_change(reports: Sequence[NodeReport], node: str, role: str, force: bool) -> None:
-    """Raises BatonError when the node is no worker of the deployment, or the last of its role."""
+    """Raises BatonError when the node is no worker of the deployment, and without `force` when it is the last
+    of its role, or would decode and holds less than the deployment accepts now."""
     workers = {each.address: each for each in reports if each.role in WORKERS}
     report = workers.get(node)
     if report is None:
@@ -32,6 +33,17 @@ def check_change(reports: Sequence[NodeReport], node: str, role: str, force: boo
     if report.role != role and not force and all(each is report for each in others):
         text = f"{node} is the last {report.role} node that serves; --force makes it a {role} node anyway"
         raise failed_precondition(text)
+    decode = [each for each in workers.values() if each.role == "decode" and each.info is not None]
+    accepted = min((_context(each) for each in decode), default=0)
+    if report.role != role == "decode" and not force and _context(report) < accepted:
+        text = f"{node} holds at most {_context(report)} tokens of prompt and output, {accepted} are accepted"
+        text += " now; --force makes it a decode node anyway, and longer requests are refused"
+        raise failed_precondition(text)
+
+
+def _context(report: NodeReport) -> int:
+    """What the gateway accepts is the least of its decode nodes'."""
+    return report.info.model.context_length if report.info is not None else 0
 
 
 async def set_role(
@@ -63,7 +75,9 @@ async def _change(server: str, node: str, role: str, seconds: float, force: bool
 @click.argument("role", type=click.Choice(WORKERS))
 @server_option
 @option("--seconds", SIZE, 5, "How long what runs there may go on, before it is handed back.")
-@click.option("--force", is_flag=True, help="Also if the node is the last one of its role.")
+@click.option(
+    "--force", is_flag=True, help="Also the last one of its role, or one that shrinks what is accepted."
+)
 def role(node: str, role: str, server: str, seconds: int, force: bool) -> None:
     """Make a prefill node a decode node, or a decode node a prefill node, while it serves.
 
