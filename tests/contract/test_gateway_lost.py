@@ -9,15 +9,20 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from gateway_rig import Stream, gateway, ids_of, text_of, tokenizer
+from gateway_rig import Stream, gateway, ids_of, text_of, tokenizer, until
 from scripted_decode import LENGTH, ScriptedDecode, endless, silent
 from test_inference_faults import failure
 from test_resume import speaking
 
 from baton.client import AsyncClient, BatonError, Client
+from baton.config import DecodeConfig
 from baton.gateway.resume_ticket import TicketSeal
 from baton.rpc.channel import open_channel
-from baton.v1 import common_pb2, decode_pb2, inference_pb2, inference_pb2_grpc
+from baton.rpc.node import run_node
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.worker.decode import kept_logs, server
+from baton.worker.decode.server import DecodeNode
+from baton.worker.process import WorkerProcess
 from ports import free_port
 
 OTHER = "TICKET_OF_OTHER_REQUEST"
@@ -144,12 +149,14 @@ async def test_tickets_that_do_not_fit_are_refused(files):
         middle = len(ticket) // 2
         assert await refused(ticket=ticket[:middle] + "A" + ticket[middle + 1 :]) == "INVALID_TICKET"
         assert await refused(ticket="") == await refused(ticket="x" * 2000) == "INVALID_TICKET"
+        assert await refused(ticket="é") == "INVALID_TICKET"
         assert await refused(key=KEYS[1]) == "TICKET_OF_OTHER_KEY"
         assert await refused(rig=two) == "TICKET_OF_OTHER_MODEL"
         assert await refused(_=lambda wrong: setattr(wrong.start, "n", 2)) == OTHER
         assert await refused(_=lambda wrong: setattr(wrong.start, "text", "y")) == OTHER
         assert await refused(_=lambda wrong: setattr(wrong.start.sampling, "seed", 8)) == OTHER
         assert await refused(_=lambda wrong: setattr(wrong.start, "session", "s")) == "INVALID_FIELD"
+        assert await refused(_=lambda wrong: setattr(wrong.start, "resume", False)) == "INVALID_FIELD"
         assert await refused(_=lambda wrong: wrong.choices.add()) == "INVALID_FIELD"
         assert await refused(_=lambda wrong: wrong.choices[0].token_ids.append(4096)) == "INVALID_FIELD"
         assert await refused(_=lambda wrong: wrong.choices[0].token_ids.extend([40] * 50)) == "INVALID_FIELD"
@@ -294,7 +301,8 @@ async def test_a_stream_of_events_goes_on_at_another_gateway_after_any_event(fil
         body["stream"] = False
         assert (await ask(two, **{"x-baton-resume": ticket})).status_code == 400
         body["stream"] = True
-        assert (await ask(two, **{"x-baton-resume": "wrong"})).status_code == 400
+        for wrong in ("wrong", "é"):
+            assert (await ask(two, **{"x-baton-resume": wrong.encode()})).status_code == 400
 
 
 OPTIONS = {"max_tokens": 50, "logprobs": 0, "stop": "STOP", "n": 2, "prompt_logprobs": 0}
@@ -393,3 +401,28 @@ async def test_a_request_without_a_gateway_is_begun_at_the_next(files):
             with pytest.raises(BatonError) as lost:
                 await stream.completion()
             assert lost.value.reason == "STOPPING"
+
+
+async def test_a_decode_node_that_has_nothing_to_do_forgets_what_nobody_takes(monkeypatch):
+    monkeypatch.setattr(kept_logs, "KEEP_SECONDS", 0.5)
+    monkeypatch.setattr(server, "LET_GO_SECONDS", 0.05)
+    node = DecodeNode(DecodeConfig(http_port=0, kv_tokens=2048, threads=1, transports=("grpc",)))
+    ready, stop = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(run_node(WorkerProcess(node), node.config, ready=ready, stop=stop))
+    await asyncio.wait_for(ready.wait(), 60)
+    try:
+        async with open_channel(node._address) as channel, asyncio.timeout(30):
+            call = decode_pb2_grpc.DecodeStub(channel).Generate()
+            await call.write(decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=7)))
+            start = decode_pb2.DecodeStart(request=1, token_ids=[5, 6, 7], keep_log=True)
+            start.sampling.max_tokens = 3
+            await call.write(decode_pb2.GenerateCommand(start=start))
+            kinds = []
+            while "finished" not in kinds:
+                kinds += [event.WhichOneof("kind") for event in (await call.read()).events]
+            call.cancel()
+            await until(lambda: len(node.kept) == 1)
+            await until(lambda: not len(node.kept))
+    finally:
+        stop.set()
+        assert await asyncio.wait_for(task, 20) == 0

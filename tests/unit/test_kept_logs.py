@@ -7,14 +7,15 @@ from decode_node import Node
 from test_shells import Decode, decode_start, events
 
 from baton.config import DecodeConfig
-from baton.engine.request import EngineFinishReason
+from baton.engine.request import EngineFinishReason, EngineRequest
+from baton.engine.sampling_params import SamplingParams
 from baton.rpc.errors import BatonError, exhausted
 from baton.v1 import common_pb2, decode_pb2
 from baton.worker.decode import kept_logs
 from baton.worker.decode import stream as decode_stream
 from baton.worker.decode.kept_logs import KEEP_SECONDS
 from baton.worker.decode.stream import DecodeStream
-from baton.worker.decode.types import DoneOutput, FailedOutput, Key, TokensOutput
+from baton.worker.decode.types import DoneOutput, FailedOutput, Key, TokensOutput, Turn
 
 LENGTH, ENTRY = common_pb2.FINISH_REASON_LENGTH, common_pb2.PositionLogprobs()
 
@@ -124,10 +125,10 @@ def test_what_is_kept_no_longer_is_cancelled(why, monkeypatch):
     kept.core()
     if why == "time":
         kept.now += KEEP_SECONDS - 0.1
-        kept.tokens(6)
+        kept.node.let_logs_go()
         assert kept.core() == []
         kept.now += 0.2
-        kept.tokens(7)
+        kept.node.let_logs_go()
     elif why == "return":
         kept.node.require_turning, kept.node.make_stream = lambda: None, DecodeStream
         kept.node.open(decode_pb2.DecodeHello(incarnation=4))
@@ -157,3 +158,18 @@ def test_the_core_goes_on_with_what_is_kept():
     assert list(node.core.unfinished) == [Key("caller", 1)]
     node.core.cancel(Key("caller", 1))
     assert not node.core.unfinished
+
+
+def test_a_suspect_whose_gateway_is_gone_ends_and_the_next_has_its_turn():
+    """Nobody says `begin` for it."""
+    node, prompt = Node(), tuple(range(8))
+    for number in (1, 2):
+        key, params = Key(f"caller {number}", number), SamplingParams(max_tokens=5)
+        node.core.start(key, 1, 0, EngineRequest(key, prompt, params, deadline=60.0, suspect=True), (), 0.0)
+    node.run(2)
+    turns = [output for output in node.outputs if isinstance(output, Turn)]
+    assert [turn.request for turn in turns] == [1]
+    node.core.caller_gone("caller 1", {1})
+    node.run(2)
+    assert list(node.core.unfinished) == [Key("caller 2", 2)]
+    assert [output.request for output in node.outputs if isinstance(output, Turn)] == [1, 2]

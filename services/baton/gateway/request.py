@@ -14,7 +14,7 @@ from baton.gateway.pictures import PictureLease
 from baton.gateway.preparation import prepare
 from baton.gateway.prompts import EncodedPrompt, GatewaySession
 from baton.gateway.request_end import ended_request, finished_event
-from baton.gateway.request_spans import describe_span, request_span
+from baton.gateway.request_trace import RequestTrace
 from baton.gateway.resume import ResumeAttempts, Wait
 from baton.gateway.resumption import Resumption
 from baton.gateway.routing import RequestRouting
@@ -23,7 +23,7 @@ from baton.gateway.shell import GatewayShell
 from baton.gateway.token_log import fill_token_bytes, new_log
 from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, internal, to_status, without_frames
 from baton.tokenizer.vocabulary import Vocabulary
-from baton.tracing.recorder import TOKENS_EVERY, EventKind
+from baton.tracing.recorder import EventKind
 from baton.v1 import decode_pb2, inference_pb2, trace_pb2
 
 MOST_ENCODERS = 16
@@ -55,7 +55,6 @@ class GatewayRequest:
         self.log = new_log(start)
         self.name = f"{gateway.incarnation:016x}-{self.number}"
         self._gateway = gateway
-        self._recorder = gateway.recorder
         self._start: inference_pb2.GenerateStart | None = start
         """None once the prompt is encoded or refused: it may be large, and the client slow."""
         self._template = decode_pb2.DecodeStart(request=self.number, announce_admission=api == "http")
@@ -86,13 +85,9 @@ class GatewayRequest:
         config = gateway.config
         limit = start.timeout_ms / 1000 if start.HasField("timeout_ms") else config.request_seconds
         self._timing = RequestTimer(gateway.metrics, limit, gateway.clock)
-        self._template.traceparent = request_span(self._recorder, gateway, self.number, start, traceparent)
-        self._record(EventKind.RECEIVED, text=api)
-        self._begun_attempt = -1
-        """The last attempt of which the first token has come."""
-        self._unrecorded = 0
-        """Output tokens since the last event TOKENS."""
-        self._written = False
+        self._trace = RequestTrace(gateway, self.number, start, traceparent)
+        self._template.traceparent = self._trace.context
+        self._trace.add(EventKind.RECEIVED, text=api)
         self._reader = SlowReader(
             config.max_unread_tokens, config.slow_reader_seconds, gateway.after, self._pause, self.fail
         )
@@ -138,13 +133,9 @@ class GatewayRequest:
         events = self.resumption.unseen(self.log.take())
         if self._reader.paused:
             self._reader.look(self.log.unread)
-        if not self._written and self._begun_attempt >= 0 and events:
-            self._written = True
-            self._record(EventKind.WRITTEN)
+        if events:
+            self._trace.written()
         return events
-
-    def _record(self, kind: EventKind, *, attempt: int = 0, number: int = 0, text: str = "") -> None:
-        self._recorder.add(kind, self._gateway.incarnation, self.number, attempt, number=number, text=text)
 
     def cancel(self, reason: str) -> None:
         """Ends the request with CANCELLED, unless it has ended. Frees what it held at once."""
@@ -203,11 +194,11 @@ class GatewayRequest:
 
     def _tokenizing(self, address: str) -> None:
         self._timing.begin_phase("tokenize")
-        self._record(EventKind.TOKENIZING, text=address)
+        self._trace.add(EventKind.TOKENIZING, text=address)
 
     def _tokenized(self, count: int) -> None:
         self._timing.begin_phase("route")
-        self._record(EventKind.TOKENIZED, number=count)
+        self._trace.add(EventKind.TOKENIZED, number=count)
 
     def _place(self) -> None:
         """Sends the next attempt now, or as soon as a node can take it. `attempts` and the routing decide."""
@@ -232,7 +223,7 @@ class GatewayRequest:
             return
         self.attempts.begin(place)
         self._timing.begin_phase("")
-        self._record(EventKind.SENT, attempt=self.attempts.number, text=place)
+        self._trace.add(EventKind.SENT, attempt=self.attempts.number, text=place)
         routing.sent(place, prefill)
         if self._reader.paused:
             self._pause(True)
@@ -297,13 +288,9 @@ class GatewayRequest:
         self.attempts.progress()
         number, token_ids = delta.choice, delta.token_ids[:]
         logprobs = delta.logprobs[:] if self._with_logprobs else ()
-        if self._begun_attempt != delta.attempt:
-            self._begun_attempt = delta.attempt
-            self._record(EventKind.FIRST_TOKEN, attempt=delta.attempt)
-        wrong = self.log.wrong(number, token_ids, self._max_tokens, self._vocabulary_size)
-        if self._with_logprobs and len(logprobs) != len(token_ids):
-            wrong = f"{len(logprobs)} log-probabilities for {len(token_ids)} tokens"
-        if wrong:
+        self._trace.begun(delta.attempt)
+        entries = len(logprobs) if self._with_logprobs else None
+        if wrong := self.log.wrong(number, token_ids, self._max_tokens, self._vocabulary_size, entries):
             self.fail(internal(f"decode node {address} sent {wrong}", "BAD_PEER"))
             return
         choice = self.log.choices[number]
@@ -316,10 +303,7 @@ class GatewayRequest:
             return
         taken = len(choice.token_ids) - before  # none after a stop string
         self._timing.tokens(number, taken)
-        self._unrecorded += taken
-        if self._unrecorded >= TOKENS_EVERY:
-            self._unrecorded = 0
-            self._record(EventKind.TOKENS, attempt=delta.attempt, number=self.log.output_tokens)
+        self._trace.tokens(taken, self.log)
         self._finish_if_complete()
         if self.log.terminal is None:
             self._reader.look(self.log.unread)
@@ -351,7 +335,7 @@ class GatewayRequest:
             self._finish_if_complete()
         else:
             kind = EventKind.RESUMED if self.attempts.resumed > resumed else EventKind.RETRIED
-            self._record(kind, attempt=attempt, text=error.reason)
+            self._trace.add(kind, attempt=attempt, text=error.reason)
             self._gateway.log.info(
                 "trying another decode node", request=self.name, decode=address, error=error.message
             )
@@ -394,9 +378,7 @@ class GatewayRequest:
         if error is not None and outcome == "failed":
             self._gateway.metrics.failed(error.reason)
         reason = error.reason if error is not None and outcome == "failed" else outcome
-        if self._template.traceparent:
-            describe_span(self._recorder, self._gateway, self.number, self.log)
-        self._record(EventKind.ENDED, number=self.log.output_tokens, text=reason)
+        self._trace.ended(self.log, reason)
         ended = ended_request(
             self.log,
             self._stats,

@@ -55,7 +55,7 @@ class TicketSeal:
         """Raises BatonError for a ticket that no gateway of the deployment has sealed, that has expired, or
         that belongs to another API key."""
         try:
-            if len(text) > MAX_TICKET_CHARACTERS:
+            if len(text) > MAX_TICKET_CHARACTERS or not text.isascii():
                 raise InvalidToken
             ticket = msgspec.msgpack.decode(self._fernet.decrypt(text), type=ResumeTicket)
         except (InvalidToken, msgspec.MsgspecError):

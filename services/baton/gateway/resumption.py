@@ -109,6 +109,8 @@ class Resumption:
             raise invalid(
                 "resume.start.session", "a session's turn cannot be resumed: begin the session again"
             )
+        if start.HasField("resume") and not start.resume:
+            raise invalid("resume.start.resume", "is false, and the request is one to resume: leave it out")
         check_enums(resume)
         ticket = self._seal.open(resume.ticket, self._api_key)
         self._earlier, self.first = ticket.name, ticket.first

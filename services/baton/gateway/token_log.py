@@ -272,8 +272,16 @@ class TokenLog:
         """Everything, the terminal event included, has been taken."""
         return self._terminal_taken
 
-    def wrong(self, number: int, token_ids: Sequence[int], max_tokens: int, vocab_size: int) -> str:
-        """Why these cannot be the next tokens of choice `number`; empty: they can."""
+    def wrong(
+        self,
+        number: int,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        vocab_size: int,
+        logprobs: int | None = None,
+    ) -> str:
+        """Why these cannot be the next tokens of choice `number`; empty: they can. logprobs: how many came
+        with them; None: none are asked for."""
         if number >= len(self.choices):
             return "an unknown choice"
         choice = self.choices[number]
@@ -283,6 +291,8 @@ class TokenLog:
             return "more tokens than max_tokens"
         if token_ids and max(token_ids) >= vocab_size:
             return f"token {max(token_ids)} of a vocabulary of {vocab_size}"
+        if logprobs is not None and logprobs != len(token_ids):
+            return f"{logprobs} log-probabilities for {len(token_ids)} tokens"
         return ""
 
     def accept(self, accepted: inference_pb2.Accepted) -> None:

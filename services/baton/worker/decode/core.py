@@ -199,8 +199,7 @@ class DecodeCore:
 
     def pause(self, key: Key, paused: bool) -> None:
         """A paused request keeps its rows and pages and gets no more tokens."""
-        state = self.unfinished.get(key)
-        if state is not None:
+        if (state := self.unfinished.get(key)) is not None:
             state.request.paused = paused
 
     @property
@@ -210,7 +209,8 @@ class DecodeCore:
 
     def caller_gone(self, caller: Hashable, going_on: Collection[int] = ()) -> None:
         left = [state for state in self.unfinished.values() if state.key.caller == caller]
-        for state in [state for state in left if state.key.request not in going_on]:
+        # A suspect would wait for its caller's `begin`, and others for it.
+        for state in [s for s in left if s.key.request not in going_on or s.request.suspect]:
             self.counters.cancelled += 1
             self._remove(state)
             self.scheduler.close(state.request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from baton.config import DecodeConfig
@@ -21,6 +22,8 @@ from baton.worker.peers import PagePeer
 
 CONNECT_SECONDS = 10.0
 """How long a starting node waits for the prefill nodes of its own configuration."""
+LET_GO_SECONDS = 1.0
+"""How often logs of requests whose caller is gone are looked through."""
 
 
 class DecodeNode(DecodeShell, WorkerNode[DecodeCore]):
@@ -55,16 +58,22 @@ class DecodeNode(DecodeShell, WorkerNode[DecodeCore]):
 
     async def start(self, address: str) -> None:
         await super().start(address)
-        self._connect()
+        self._begin_work()
         await self.peers.wait_connected(CONNECT_SECONDS)
 
     def take_over(self, old: WorkerNode[Any]) -> None:
         super().take_over(old)
-        self._connect()
+        self._begin_work()
 
-    def _connect(self) -> None:
+    def _begin_work(self) -> None:
         for peer in self.config.prefill:
             self.peers.connect(peer)
+        self.tasks.spawn(self._let_logs_go(), "kept logs")
+
+    async def _let_logs_go(self) -> None:
+        while True:
+            await asyncio.sleep(LET_GO_SECONDS)
+            self.let_logs_go()
 
     def info(self) -> node_pb2.NodeInfo:
         info = super().info()

@@ -92,8 +92,6 @@ class DecodeShell(WorkerShell[DecodeCore]):
             self.messages += 1
             if not caller.send(message):
                 self.drop(caller)
-        if len(self.kept):
-            self._cancel_all(self.kept.let_go(self.clock()))
         self.peers.perform(effects)
 
     # --- what callers say: worker.caller_stream.Service -------------------------------------------------
@@ -125,6 +123,11 @@ class DecodeShell(WorkerShell[DecodeCore]):
 
         self.steps.call(gone)
         self._cancel_all(self.kept.let_go(self.clock()))
+
+    def let_logs_go(self) -> None:
+        """Called every second, also while nothing runs: cancels what is kept no longer."""
+        if len(self.kept):
+            self._cancel_all(self.kept.let_go(self.clock()))
 
     def take_log(self, request: decode_pb2.TakeLogRequest) -> decode_pb2.DecodeLog:
         """Raises BatonError."""
