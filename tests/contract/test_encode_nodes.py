@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -99,6 +100,47 @@ class Held:
         self.batches.append(len(batch))
         assert self.go.wait(30)
         return self._compute(batch)
+
+
+async def test_the_load_is_known_while_a_batch_is_stored(saved):
+    """Images of the batch that are there already wait no more."""
+    async with running(saved[0], encode=1) as cluster:
+        (encoder,) = cluster.encode
+        write, loads = encoder.batches._pool.write, []
+
+        def look(*what):
+            time.sleep(0.05)  # the one before has been said to be there
+            load = encoder.load()
+            loads.append((load.waiting, load.running, load.queued_tokens))
+            write(*what)
+
+        encoder.batches._pool.write = look
+        held = Held(encoder)
+        asked = asyncio.create_task(cluster.ask(cluster.decode[0], cluster.prompt(*EIGHT, seed=60), count=2))
+        await until(lambda: encoder.batches.images == 8)
+        held.go.set()
+        await asked
+        first, rest = held.batches
+        assert [load[1] for load in loads] == [*range(first, 0, -1), *range(rest, 0, -1)]
+        assert [load[0] for load in loads] == [8 - first] * first + [0] * rest
+        assert loads[-1][2] < loads[0][2]
+
+
+async def test_embeddings_that_cannot_be_stored_keep_nobody_waiting(saved):
+    path, model = saved
+    async with running(path, encode=1, prefill=0) as cluster:
+        (encoder,) = cluster.encode
+        pool = encoder.batches._pool
+
+        def fail(*what):
+            del pool.write
+            raise OSError("no more memory")
+
+        pool.write = fail
+        prompt = cluster.prompt(2, (8, 8), 3, seed=61)
+        asked = cluster.ask(cluster.decode[0], prompt, count=2)
+        assert await asyncio.wait_for(asked, 10) == [[prompt.greedy(model, 2)]]
+        assert not encoder.batches.images
 
 
 async def test_ten_requests_of_one_image_each_share_a_batch(saved):

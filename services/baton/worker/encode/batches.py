@@ -117,14 +117,13 @@ class EncodeBatches:
                         note(EventKind.ENCODE_BEGUN, each.image.tokens, len(batch))
                 try:
                     made = await loop.run_in_executor(self._thread, self._compute, batch)
+                    for each, embeddings in zip(batch, made, strict=True):
+                        await self._store(each, embeddings)
                 except Exception as error:
                     _log.exception("images not encoded")
                     failed = internal(f"the images cannot be encoded: {error}", "ENCODING_FAILED")
-                    for each in batch:
+                    for each in self._unfinished():
                         each.done.set_exception(failed)
-                    continue
-                for each, embeddings in zip(batch, made, strict=True):
-                    await self._store(each, embeddings)
         finally:
             self._encoding, self._batch = False, []
 
@@ -159,11 +158,16 @@ class EncodeBatches:
         """That somebody asks for, and that are not here."""
         return len(self._running)
 
+    def _unfinished(self) -> list[_Waiting]:
+        """Those of the batch that are not stored yet."""
+        return [each for each in self._batch if not each.done.done()]
+
     def add_to(self, load: node_pb2.Load) -> None:
-        load.waiting, load.running = self.images - len(self._batch), len(self._batch)
+        running = self._unfinished()
+        load.waiting, load.running = self.images - len(running), len(running)
         load.leases = self._pool.leases
         load.pages.CopyFrom(node_pb2.PageCounts(**asdict(self._pool.counts())))
-        load.queued_tokens = sum(each.image.tokens for each in (*self._waiting, *self._batch))
+        load.queued_tokens = sum(each.image.tokens for each in (*self._waiting, *running))
         add_encoding(load, self.counters, self.meter.cost)
 
     def close(self) -> None:
