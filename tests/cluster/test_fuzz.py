@@ -98,7 +98,7 @@ def test_friends_come_in_on_bare_connections_too(closed: Run):
         assert process.role.encode() in delivered
 
 
-ELSEWHERE = ("Pictures/Fetch", "Encode/Run")
+ELSEWHERE = ("Pictures/Fetch", "Encode/Run", "Encode/Lend")
 """Of processes and ports that this deployment has not: tests/contract sends them what is wrong
 (test_seen_images.py, test_encode_nodes.py)."""
 

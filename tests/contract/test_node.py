@@ -248,7 +248,8 @@ async def test_info_and_metrics(running):
     assert 'baton_handoff_retry_reasons_total{model="",reason="PEER_LOST",role="tokenizer"} 2.0' in text
     no_numbers = {"pages", "problems", "handoff_retry_reasons", "borrow_failures", "plan_times"}
     no_numbers |= {"disk_faults", "drafter", "drafted_places", "accepted_places"}
-    for_routing = {"step_cost", "pull_cost", "borrow_cost", "host_token_seconds", "step_tokens", "keys"}
+    for_routing = {"step_cost", "pull_cost", "borrow_cost", "encode_cost"}
+    for_routing |= {"host_token_seconds", "step_tokens", "keys"}
     names = {f.name for f in node_pb2.Load.DESCRIPTOR.fields} - no_numbers - for_routing
     names = {f"{SECONDS[n][0]}_seconds" if n in SECONDS else n for n in names}
     assert not [n for n in names if f"baton_{n}{{" not in text and f"baton_{n}_total{{" not in text]

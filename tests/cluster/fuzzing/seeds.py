@@ -65,6 +65,13 @@ SEEDS: dict[str, list[Message]] = {
             start=inference_pb2.GenerateStart(id="b", text="the pages of a prompt", sampling=_WITH_STOP)
         ),
         inference_pb2.GenerateRequest(cancel=inference_pb2.GenerateCancel(id="a")),
+        inference_pb2.GenerateRequest(
+            resume=inference_pb2.GenerateResume(
+                start=inference_pb2.GenerateStart(id="r", text="the pages of a prompt", sampling=_WITH_STOP),
+                ticket="gAAAAABn",
+                choices=[inference_pb2.ReceivedChoice(token_ids=_TOKENS, text_characters=3)],
+            )
+        ),
     ],
     "Inference/Complete": [
         inference_pb2.CompleteRequest(start={"text": "hello", "sampling": SAMPLING, "n": 2}),
