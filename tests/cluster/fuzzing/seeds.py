@@ -69,7 +69,7 @@ SEEDS: dict[str, list[Message]] = {
             resume=inference_pb2.GenerateResume(
                 start=inference_pb2.GenerateStart(id="r", text="the pages of a prompt", sampling=_WITH_STOP),
                 ticket="gAAAAABn",
-                choices=[inference_pb2.ReceivedChoice(token_ids=_TOKENS, text_characters=3)],
+                choices=[inference_pb2.ReceivedChoice(token_ids=[1, 2], text_characters=3)],
             )
         ),
     ],
