@@ -35,7 +35,7 @@ _events_of = shell.events_of
 _events_from = peers.events_from
 _copied = PullTask._copied
 _launch = StepPipeline._launch
-_layout = engine._layout_message
+_layout = engine.layout_message
 
 
 def stamped(file: int) -> None:
@@ -81,7 +81,7 @@ def stamped(file: int) -> None:
     peers.events_from = events_from  # type: ignore[attr-defined]
     PullTask._copied = copied  # type: ignore[method-assign]
     StepPipeline._launch = launch  # type: ignore[method-assign]
-    engine._layout_message = lambda layout, fingerprint, scales: _layout(layout, "", scales)
+    engine.layout_message = lambda layout, fingerprint, scales: _layout(layout, "", scales)
 
 
 if __name__ == "__main__":
