@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 
+import grpc.aio
 import numpy as np
 import pytest
 import torch
@@ -141,6 +142,19 @@ async def test_embeddings_that_cannot_be_stored_keep_nobody_waiting(saved):
         asked = cluster.ask(cluster.decode[0], prompt, count=2)
         assert await asyncio.wait_for(asked, 10) == [[prompt.greedy(model, 2)]]
         assert not encoder.batches.images
+        assert not encoder.load().pages.owned
+
+
+async def test_a_caller_that_says_nothing_keeps_no_embeddings(saved, monkeypatch):
+    monkeypatch.setattr("baton.worker.encode.server.LEND_SECONDS", 0.2)
+    path, _ = saved
+    async with running(path, encode=1, prefill=0) as cluster:
+        (encoder,) = cluster.encode
+        async with open_channel(encoder.address) as channel:
+            call = encode_pb2_grpc.EncodeStub(channel).Lend()
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await asyncio.wait_for(call.read(), 10)
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_ten_requests_of_one_image_each_share_a_batch(saved):

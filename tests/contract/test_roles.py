@@ -215,6 +215,10 @@ async def test_a_caller_that_leaves_does_not_end_a_change():
         changing = asyncio.create_task(set_role(process, "prefill", 30_000))
         await until(lambda: process.node.draining)
         changing.cancel()
+        await asyncio.sleep(0.2)  # the node has noticed
+        with pytest.raises(BatonError) as raised:
+            await set_role(process, "prefill")
+        assert raised.value.reason == "ROLE_CHANGING"
         _, stats = await ask.end()
         assert stats.output_tokens == 200
         await until(lambda: process.role == "prefill")

@@ -42,6 +42,7 @@ class TorchMlaAttention:
         rows of one token have the entry -1."""
 
     def plan(self, rows: AttentionRows) -> None:
+        self._hidden.clear()
         self._plan(seen_rows(rows, self._group, self._pool.layout.page_size, None))
 
     def _plan(self, rows: Sequence[SeenRow]) -> None:
@@ -87,32 +88,31 @@ class TorchMlaAttention:
         if self._single:
             gathered = latents[self._table].flatten(1, 3).view(self._single, -1, k.shape[-1])
             positions = torch.arange(gathered.shape[1], device=k.device)
-            hidden = (positions >= self._lengths[:, None])[:, None]
-            gathered = gathered.masked_fill(hidden.transpose(1, 2), 0.0)  # unwritten memory may hold NaN
-            if options.top_k is not None:
-                index_keys = gathered[..., width:]
-                hidden = self._sparse(-1, v[: self._single, None], index_keys, hidden, options.top_k)
-            out[: self._single] = _absorbed(q[: self._single, None], gathered[..., :width], hidden, options)
+            beyond = (positions >= self._lengths[:, None])[:, None]
+            gathered = gathered.masked_fill(beyond.transpose(1, 2), 0.0)  # unwritten memory may hold NaN
+            top_k = options.top_k or gathered.shape[1]
+            if gathered.shape[1] > top_k:
+                beyond = self._sparse(-1, v[: self._single, None], gathered[..., width:], beyond, top_k)
+            out[: self._single] = _absorbed(q[: self._single, None], gathered[..., :width], beyond, options)
         for tokens, end, pages in self._rows:
-            own = latents[pages].flatten(0, 2)[:end]
-            count = tokens.stop - tokens.start
-            hidden = torch.ones(1, count, end, dtype=torch.bool, device=k.device).triu(end - count + 1)
-            if options.top_k is not None:
-                index_keys = own[None, :, width:]
-                hidden = self._sparse(tokens.start, v[None, tokens], index_keys, hidden, options.top_k)
-            if projections.cheaper_absorbed(count, end, q.shape[2]):
-                out[tokens] = _absorbed(q[None, tokens], own[None, :, :width], hidden, options)
+            own = latents[pages].flatten(0, 2)[None, :end]
+            count, top_k = tokens.stop - tokens.start, options.top_k or end
+            absorbed = projections.cheaper_absorbed(count, end, q.shape[2])
+            hidden: torch.Tensor | None = None
+            if absorbed or count < end or end > top_k:
+                hidden = torch.ones(1, count, end, dtype=torch.bool, device=k.device).triu(end - count + 1)
+                if end > top_k:
+                    hidden = self._sparse(tokens.start, v[None, tokens], own[..., width:], hidden, top_k)
+            if absorbed and hidden is not None:
+                out[tokens] = _absorbed(q[None, tokens], own[..., :width], hidden, options)
             else:
-                causal = count == end and (options.top_k is None or end <= options.top_k)
-                out[tokens] = _plain(q[tokens], own[:, :width], None if causal else hidden[0], options)
+                out[tokens] = _plain(q[tokens], own[0, :, :width], hidden, options)
 
     def _sparse(
         self, row: int, index: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, top_k: int
     ) -> torch.Tensor:
         """`hidden`, with all that has not been chosen: by this layer, or where `index` is empty by the last
         one that chose. row: a key of `_hidden`."""
-        if keys.shape[1] <= top_k:
-            return hidden
         if index.shape[-1]:
             self._hidden[row] = hidden | _not_chosen(index, keys.float(), hidden, top_k)
         return self._hidden[row]
@@ -153,14 +153,14 @@ def _plain(
     q: torch.Tensor, latents: torch.Tensor, hidden: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """q [tokens, heads, plain + rotated], latents [keys, rank + rotated], those of the tokens last, hidden
-    bool [tokens, keys], None: as many tokens as keys, and each sees all up to its own ->
+    bool [1, tokens, keys], None: as many tokens as keys, and each sees all up to its own ->
     [tokens, heads, value]"""
     assert options.latent is not None
     keys, values = options.latent.expand(latents)
     dim, width = q.shape[2], values.shape[2]
     mask = None
     if hidden is not None:
-        mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        mask = q.new_zeros(hidden.shape[1:]).masked_fill_(hidden[0], -torch.inf)
     # Of one size, because torch's flash attention takes no others; without it scores would fill memory.
     values = F.pad(values, (0, max(0, dim - width)))
     q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))

@@ -218,7 +218,8 @@ class AsyncStream(AsyncIterator[Delta]):
         if self._resuming is None or self._reopen is None:
             raise error
         await asyncio.sleep(self._resuming.again(error))
-        self._call = self._reopen()
+        if not self._collector.ended:  # or it has been closed meanwhile
+            self._call = self._reopen()
 
     async def aclose(self) -> None:
         """Cancels the request, unless it has ended. Idempotent."""

@@ -188,6 +188,8 @@ class Stream(Iterator[Delta]):
         if self._resuming is None or self._reopen is None:
             raise error
         time.sleep(self._resuming.again(error))
+        if self._collector.ended:
+            return  # closed meanwhile
         call = self._reopen()
         self._events, self._cancel = call, call.cancel
 

@@ -142,13 +142,20 @@ class WorkerProcess:
         if self._changing.locked():
             text = "another change of role is under way; ask again when it has ended"
             raise failed_precondition(text, "ROLE_CHANGING")
-        async with self._changing:
+        await self._changing.acquire()
+        # A caller that leaves must not end a change half-way, nor let another one begin meanwhile.
+        return await asyncio.shield(asyncio.ensure_future(self._set_role(role, seconds)))
+
+    async def _set_role(self, role: str, seconds: float) -> node_pb2.SetRoleResponse:
+        """Releases `_changing`."""
+        try:
             if role == self.role:
                 return node_pb2.SetRoleResponse(incarnation=self.node.incarnation)
             if self._stopping.is_set() or self.node.core_or_none is None:
                 raise failed_precondition("the node drains, or has not started yet", "DRAINING")
-            # A caller that leaves must not end a change half-way.
-            return await asyncio.shield(asyncio.ensure_future(self._change(role, seconds)))
+            return await self._change(role, seconds)
+        finally:
+            self._changing.release()
 
     async def _change(self, role: str, seconds: float) -> node_pb2.SetRoleResponse:
         old = self.node

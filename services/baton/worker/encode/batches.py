@@ -133,7 +133,12 @@ class EncodeBatches:
         except OutOfPages:
             each.done.set_exception(_no_room())
             return
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._pool.write, stored, embeddings)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._thread, self._pool.write, stored, embeddings)
+        except Exception:
+            self._pool.drop(stored)
+            raise
         self._pool.keep(stored)
         for note in each.notes:
             note(EventKind.ENCODE_ENDED, each.image.tokens, 0)

@@ -21,7 +21,7 @@ from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.vision import load_tower, tower_fingerprint
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import ClusterAuthentication, ClusterCredentials
-from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
+from baton.rpc.errors import BatonError, deadline_exceeded, failed_precondition, invalid, unavailable
 from baton.rpc.message_size import PIECE_BYTES
 from baton.rpc.node import run_node
 from baton.rpc.tasks import Tasks
@@ -30,7 +30,7 @@ from baton.transport import check_kinds, reap_orphans
 from baton.transport.grpc import PageSourceServicer
 from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.encode.batches import EncodeBatches, Note
-from baton.worker.encode.pool import EmbeddingLease, EmbeddingPool
+from baton.worker.encode.pool import LEND_SECONDS, EmbeddingLease, EmbeddingPool
 from baton.worker.images.choice import measure_encoding
 from baton.worker.images.contents import ImageContents
 from baton.worker.images.spans import check_spans, spans_from
@@ -121,7 +121,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
     async def Lend(
         self, request_iterator: AsyncIterator[encode_pb2.LendRequest], context: Any
     ) -> AsyncIterator[encode_pb2.LendResponse]:
-        first = await anext(request_iterator, None)
+        first = await _next(request_iterator)
         if first is None or first.WhichOneof("kind") != "image":
             raise invalid("kind", "the first message on Encode.Lend sets `image`")
         async with self._lease(first.image, context) as lease:
@@ -137,7 +137,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
                 generations=lease.generations,
             )
             yield encode_pb2.LendResponse(ready=ready)
-            second = await anext(request_iterator, None)
+            second = await _next(request_iterator)
             if second is None or second.WhichOneof("kind") != "release":
                 raise invalid("kind", "the second message on Encode.Lend sets `release`")
             released = encode_pb2.EmbeddingsReleased(stood=lease.stood)
@@ -227,6 +227,16 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
             load.requests = self.batches.images
             self.batches.add_to(load)
         return load
+
+
+async def _next(requests: AsyncIterator[encode_pb2.LendRequest]) -> encode_pb2.LendRequest | None:
+    """None: the caller sends no more. Raises BatonError."""
+    try:
+        async with asyncio.timeout(LEND_SECONDS):
+            return await anext(requests, None)
+    except TimeoutError:
+        text = f"no message for {LEND_SECONDS:g} s; pages are promised no longer"
+        raise deadline_exceeded(text) from None
 
 
 async def serve(
