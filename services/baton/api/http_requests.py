@@ -169,13 +169,13 @@ async def respond(
             response.headers[TICKET_HEADER] = ticket
     else:
         await job.wait_for_output()
-        await answer.begin()
-        async for index, event in job.events():
+        chunks = await answer.begin()
+        async for index, event in job.merged_events():
             if isinstance(event, inference_pb2.Delta):
-                answer.add(index, event)
+                chunks += answer.add(index, event)
             else:
                 answer.add_end(event)
-        response = JSONResponse(answer.whole())
+        response = JSONResponse(answer.whole(chunks))
     return name_ignored(response, ignored, job, limit)
 
 
@@ -278,9 +278,9 @@ async def _events(job: RequestBatch, answer: OpenAIAnswer) -> AsyncIterator[byte
             if isinstance(event, inference_pb2.Delta):
                 seen, rest = job.position.split(event)
                 if seen is not None:
-                    answer.chunks_of(index, seen)
+                    answer.add(index, seen)
                 if rest is not None:
-                    for chunk in answer.chunks_of(index, rest):
+                    for chunk in answer.add(index, rest):
                         yield _encode(chunk, job.position.after(rest))
             else:
                 answer.add_end(event)

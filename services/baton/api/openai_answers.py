@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 
 from baton.api.field_names import OPENAI, FieldNames
@@ -166,6 +166,20 @@ class RequestBatch:
                 return
             yield self._taken.popleft()
 
+    async def merged_events(self) -> AsyncIterator[tuple[int, InferenceEvent]]:
+        """What `events` gives, with one delta for each choice, at the end."""
+        merged: dict[int, inference_pb2.Delta] = {}
+        texts: dict[int, list[tuple[str, str]]] = {}
+        async for index, event in self.events():
+            if isinstance(event, inference_pb2.Finished):
+                yield index, event
+                continue
+            merged.setdefault(index, inference_pb2.Delta()).MergeFrom(event)
+            texts.setdefault(index, []).append((event.text, event.reasoning))
+        for index, delta in merged.items():
+            delta.text, delta.reasoning = map("".join, zip(*texts[index], strict=True))
+            yield index, delta
+
     def _take(self) -> None:
         for number in sorted(self._left):
             request = self._requests[number]
@@ -209,7 +223,7 @@ class OpenAIAnswer(ABC):
     """Its stream can go on at another gateway."""
 
     def __init__(self, job: RequestBatch, request: CommonRequest) -> None:
-        choices = job.prompts * job.n
+        self._choices = job.prompts * job.n
         self._head: Json = {
             "id": f"{self.prefix}-{job.name}",
             "created": int(time.time()),
@@ -217,22 +231,13 @@ class OpenAIAnswer(ABC):
         }
         self._include_usage = request.usage_in_stream
         self._usage_in_chunks = request.usage_in_chunks
-        self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._logprobs: list[list[common_pb2.PositionLogprobs]] = [[] for _ in range(choices)]
-        self._finish: list[str | None] = [None] * choices
         self._stop_token_ids = request.stop_token_ids or ()
         self._job = job
         self._output_tokens = self._cached_tokens = self._reasoning_tokens = self._resumed = 0
         self._own = inference_pb2.Usage()
         """Of all prompts, what `own_figures` tells of."""
 
-    def add(self, index: int, delta: inference_pb2.Delta) -> None:
-        """Takes new output of choice `index`, for `whole`."""
-        self._texts[index].append(delta.text)
-        self._logprobs[index].extend(delta.logprobs)
-        self._finish[index] = _FINISH.get(delta.finish_reason) or self._finish[index]
-
-    def chunks_of(self, index: int, delta: inference_pb2.Delta) -> list[Json]:
+    def add(self, index: int, delta: inference_pb2.Delta) -> list[Json]:
         """New output of choice `index`, as chunks of a stream."""
         if self._usage_in_chunks:
             self._output_tokens += len(delta.token_ids)
@@ -272,27 +277,19 @@ class OpenAIAnswer(ABC):
             return {**head, "usage": self._usage()}
         return {**head, "usage": None} if self._include_usage else head
 
-    def whole(self) -> Json:
-        choices = [self._choice(index) for index in range(len(self._texts))]
+    def whole(self, chunks: Iterable[Json]) -> Json:
+        """What a stream of these chunks tells, in which each choice's output is one."""
+        parts: list[list[Json]] = [[] for _ in range(self._choices)]
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                parts[choice["index"]].append(choice)
+        choices = [self._complete(each) for each in parts]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
-    def _choice(self, index: int) -> Json:
-        logprobs = self._logprobs_of(index)
-        return {
-            "index": index,
-            **self._complete(index, "".join(self._texts[index])),
-            "logprobs": self._format_logprobs(index, logprobs) if logprobs else None,
-            "finish_reason": self._finish[index],
-            "stop_reason": self._stop_reason(index, self._finish[index]),
-        }
-
-    def _stop_reason(self, index: int, finish: str | None) -> str | int | None:
+    def _stop_reason(self, index: int, finish: str) -> str | int | None:
         if finish == "length":
             return None
         return self._job.stop_matched(index, self._stop_token_ids)
-
-    def _logprobs_of(self, index: int) -> list[common_pb2.PositionLogprobs]:
-        return self._logprobs[index]
 
     def _usage(self) -> Json:
         own = {"resumed": self._resumed, **own_figures(self._own)}
@@ -309,7 +306,7 @@ class OpenAIAnswer(ABC):
     def _part(self, index: int, delta: inference_pb2.Delta) -> Json: ...
 
     @abstractmethod
-    def _complete(self, index: int, text: str) -> Json: ...
+    def _complete(self, parts: Sequence[Json]) -> Json: ...
 
     @abstractmethod
     def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json: ...
@@ -322,19 +319,14 @@ class ChatAnswer(OpenAIAnswer):
 
     def __init__(self, job: RequestBatch, request: CommonRequest) -> None:
         super().__init__(job, request)
-        self._reasoning: list[list[str]] = [[] for _ in self._texts]
-        self._calls: list[list[Json]] = [[] for _ in self._texts]
-
-    def add(self, index: int, delta: inference_pb2.Delta) -> None:
-        super().add(index, delta)
-        self._reasoning[index].append(delta.reasoning)
-        self._calls[index].extend(_call(call) for call in delta.tool_calls)
+        self._calls = [0] * self._choices
+        """Tool calls of each choice."""
 
     def opening(self) -> list[Json]:
         role = {"role": "assistant", "content": None}  # an empty text would begin one
         return [
             self.chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
-            for index in range(len(self._texts))
+            for index in range(self._choices)
         ]
 
     def _part(self, index: int, delta: inference_pb2.Delta) -> Json:
@@ -344,21 +336,18 @@ class ChatAnswer(OpenAIAnswer):
         if delta.text:
             part["content"] = delta.text
         if delta.tool_calls:
-            first = len(self._calls[index])
-            calls = [_call(call) for call in delta.tool_calls]
-            self._calls[index] += calls
-            part["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
+            numbered = enumerate(delta.tool_calls, self._calls[index])
+            part["tool_calls"] = [{"index": number, **_call(call)} for number, call in numbered]
+            self._calls[index] += len(delta.tool_calls)
         return {"delta": part}
 
-    def _complete(self, index: int, text: str) -> Json:
-        calls, reasoning = self._calls[index], "".join(self._reasoning[index])
-        message: Json = {"role": "assistant", "content": text if text or not calls else None}
-        message |= {"refusal": None, "annotations": []}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return {"message": message}
+    def _complete(self, parts: Sequence[Json]) -> Json:
+        (choice,) = parts
+        delta = choice.pop("delta")
+        for call in delta.get("tool_calls", ()):
+            del call["index"]
+        message = {"role": "assistant", "content": None if "tool_calls" in delta else "", "refusal": None}
+        return {"index": choice.pop("index"), "message": {**message, "annotations": [], **delta}, **choice}
 
     def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
         content = [

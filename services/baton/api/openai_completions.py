@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import chain
 
 from baton.api.openai_answers import OpenAIAnswer, RequestBatch
 from baton.api.openai_fields import Json
@@ -45,17 +46,16 @@ class CompletionAnswer(OpenAIAnswer):
         self._with_logprobs = request.logprobs is not None
         self._with_top = bool(request.logprobs)
         self._drops_output = request.drops_output
-        self._prompt_logprobs: dict[int, list[common_pb2.PositionLogprobs]] = {}
-        self._offsets: list[TextOffsets | None] = [None for _ in self._texts]
+        self._mean_logprobs = [0.0] * self._choices
+        """Of each choice's tokens, if the best are looked for."""
+        self._offsets: list[TextOffsets | None] = [None] * self._choices
 
-    def add(self, index: int, delta: inference_pb2.Delta) -> None:
-        if delta.prompt_logprobs:
-            self._prompt_logprobs[index // self._computed] = list(delta.prompt_logprobs)
-        super().add(index, self._cut(delta))
-
-    def chunks_of(self, index: int, delta: inference_pb2.Delta) -> list[Json]:
+    def add(self, index: int, delta: inference_pb2.Delta) -> list[Json]:
         echoed = self._echo(index // self._computed, delta.prompt_logprobs) if delta.prompt_logprobs else []
-        return [*echoed, *super().chunks_of(index, self._cut(delta))]
+        if self._n < self._computed:  # of a whole answer, which has one delta for each choice
+            values = [position.chosen.logprob for position in delta.logprobs]
+            self._mean_logprobs[index] = sum(values) / max(1, len(values))
+        return [*echoed, *super().add(index, self._cut(delta))]
 
     def add_end(self, finished: inference_pb2.Finished) -> None:
         super().add_end(finished)
@@ -71,28 +71,26 @@ class CompletionAnswer(OpenAIAnswer):
             return []  # they come with the first delta
         return [chunk for prompt in range(len(self._echoes)) for chunk in self._echo(prompt, ())]
 
-    def whole(self) -> Json:
+    def whole(self, chunks: Iterable[Json]) -> Json:
         """The best of a prompt's choices, by the mean log-probability of their tokens."""
-        whole = super().whole()
+        whole = super().whole(chunks)
         if self._n < self._computed:
             kept: list[int] = []
-            for first in range(0, len(self._texts), self._computed):
+            for first in range(0, self._choices, self._computed):
                 choices = range(first, first + self._computed)
-                kept += sorted(choices, key=self._mean_logprob, reverse=True)[: self._n]
+                kept += sorted(choices, key=self._mean_logprobs.__getitem__, reverse=True)[: self._n]
             whole["choices"] = [
                 {**whole["choices"][index], "index": number} for number, index in enumerate(kept)
             ]
         return whole
 
-    def _mean_logprob(self, index: int) -> float:
-        values = [position.chosen.logprob for position in self._logprobs[index]]
-        return sum(values) / max(1, len(values))
-
     def _cut(self, delta: inference_pb2.Delta) -> inference_pb2.Delta:
         """The part of a delta that is given out."""
-        if not self._drops_output:
-            return delta
-        return inference_pb2.Delta(choice=delta.choice, finish_reason=common_pb2.FINISH_REASON_LENGTH)
+        if self._drops_output:
+            return inference_pb2.Delta(choice=delta.choice, finish_reason=common_pb2.FINISH_REASON_LENGTH)
+        if not self._with_logprobs:
+            delta.ClearField("logprobs")  # they were asked for to find the best
+        return delta
 
     def _echo(self, prompt: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> list[Json]:
         """The prompt as a chunk for each of its choices."""
@@ -104,17 +102,17 @@ class CompletionAnswer(OpenAIAnswer):
             chunks.append(self.chunk([choice]))
         return chunks
 
-    def _logprobs_of(self, index: int) -> list[common_pb2.PositionLogprobs]:
-        if not self._with_logprobs:
-            return []  # they were asked for to find the best
-        return [*self._prompt_logprobs.get(index // self._computed, ()), *self._logprobs[index]]
-
     def _part(self, index: int, delta: inference_pb2.Delta) -> Json:
         return {"text": delta.text}
 
-    def _complete(self, index: int, text: str) -> Json:
-        echo = self._echoes[index // self._computed] if self._echoes else ""
-        return {"text": echo + text}
+    def _complete(self, parts: Sequence[Json]) -> Json:
+        """parts: perhaps the prompt, and the output."""
+        found = [part["logprobs"] for part in parts if part["logprobs"]]
+        logprobs = {
+            name: value and [*chain(*(each[name] for each in found))]
+            for name, value in (*found, {})[0].items()
+        }
+        return {**parts[-1], "text": "".join(part["text"] for part in parts), "logprobs": logprobs or None}
 
     def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
         tokens, values, tops, offsets = [], [], [], []
