@@ -84,7 +84,7 @@ def _quota(group: Path) -> tuple[int, int]:
 
 
 def _number(*files: Path) -> int | None:
-    """Of the first file that has one."""
+    """Number in the first file that has one."""
     for file in files:
         if (text := _read(file).strip()).isdecimal():
             return int(text)
@@ -92,7 +92,7 @@ def _number(*files: Path) -> int | None:
 
 
 def _pairs(file: Path) -> dict[str, int]:
-    """Of a file with a name and a number a line."""
+    """Reads a file with a name and a number a line."""
     rows = (line.split() for line in _read(file).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
 

@@ -12,7 +12,7 @@ from typing import Any
 from baton.model_path import CheckpointError
 
 MAX_BYTES = 2**28
-"""Of a JSON file."""
+"""Size of a JSON file."""
 MAX_DEPTH = 64
 MAX_ADDED_TOKENS = 50_000
 """transformers takes about a second for 4,000."""
@@ -27,7 +27,7 @@ _LIMITS = (
     (re.compile(r"(_dim|_rank|_model|_embd|_inner|_size)$"), 2**24),
     (re.compile(r"(positions|_embeddings)$"), 2**27),
 )
-"""Of integers, by what their names end with; the first that fits."""
+"""Largest integers, by what their names end with; the first that fits."""
 MAX_EXPERTS_OF_ALL_LAYERS = 2**16
 
 
@@ -85,7 +85,7 @@ def _integers(path: Path, content: Any, depth: int = 0) -> Iterator[tuple[str, i
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Of a checkpoint's tokenizer.json and tokenizer_config.json. Raises CheckpointError."""
+    """Checks a checkpoint's tokenizer.json and tokenizer_config.json. Raises CheckpointError."""
     for name, key in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
         path = folder / name
         if not path.is_file():

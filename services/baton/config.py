@@ -11,7 +11,7 @@ AttentionBackendName = Literal[
 ]  # fmt: skip
 """Attention backends; "auto": the best that works."""
 MOST_DRAFTS = 7
-"""Of a row, where each step chooses how many it takes."""
+"""Most drafts of a row, where each step chooses how many it takes."""
 MTP = "mtp"
 """In `draft`: the checkpoint's own layers of multi-token prediction."""
 
@@ -223,7 +223,7 @@ class EncodeConfig(NodeConfig):
     device: str = "auto"
     """"auto", "cpu" or "cuda[:index]"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """As of the workers: others' embeddings are not used."""
+    """Must be the workers' dtype: they do not use others' embeddings."""
     threads: int = 0
     """Threads of tensor operations on a CPU; 0: all cores."""
     embeddings_mib: int = 512
@@ -287,7 +287,7 @@ class GatewayConfig(NodeConfig):
     """host:port that other gateways of this machine bind as well (SO_REUSEPORT): each connection goes to one
     of them. --port stays this process's own beside it. `baton up --gateways N` sets it."""
     shared_http: str = ""
-    """As `shared`, for the HTTP port."""
+    """What `shared` is for gRPC, for the HTTP port."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the HTTP API from browsers, such as https://chat.example.org; * is all;
     none: no other origin's."""
@@ -394,7 +394,7 @@ class GatewayConfig(NodeConfig):
 
 
 def served_names(given: str, own: str) -> list[str]:
-    """Of GatewayConfig.served_name: the name that is shown, and all others. own: the decode nodes' name."""
+    """The names in GatewayConfig.served_name, the one that is shown first. own: the decode nodes' name."""
     names = [name.strip() for name in given.split(",") if name.strip()]
     shown = next((name for name in names if "*" not in name), own)
     return [shown, *(name for name in dict.fromkeys(names) if name != shown)]

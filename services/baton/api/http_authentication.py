@@ -77,7 +77,7 @@ class HttpAuthentication:
 
 
 def _credentials(headers: Headers) -> str:
-    """As an `authorization` header; x-api-key is another way to say `Bearer KEY`."""
+    """What the request's `authorization` header says; x-api-key is another way to say `Bearer KEY`."""
     given = authorization(headers)
     keys = {f"Bearer {key}" for key in headers.getlist("x-api-key")} - {given}
     return ",".join([*([given] if given else []), *sorted(keys)])

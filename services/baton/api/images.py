@@ -56,7 +56,7 @@ class Image(Strict):
         return part
 
     def _field(self) -> str:
-        """Of the part's fields, what holds the image."""
+        """The part's field that holds the image."""
         raise NotImplementedError
 
     def _take(self) -> str:

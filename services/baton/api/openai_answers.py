@@ -97,7 +97,7 @@ class RequestBatch:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Of an accepted prompt's tokens."""
+        """Vocabulary of an accepted prompt's tokens."""
         vocabulary = self._gateway.tokenizer.vocabulary
         assert vocabulary is not None
         return vocabulary
@@ -220,7 +220,7 @@ class OpenAIAnswer(ABC):
     kind: str
     chunk_kind: str
     resumable = True
-    """Its stream can go on at another gateway."""
+    """Whether the answer's stream can go on at another gateway."""
 
     def __init__(self, job: RequestBatch, request: CommonRequest) -> None:
         self._choices = job.prompts * job.n
@@ -235,7 +235,7 @@ class OpenAIAnswer(ABC):
         self._job = job
         self._output_tokens = self._cached_tokens = self._reasoning_tokens = self._resumed = 0
         self._own = inference_pb2.Usage()
-        """Of all prompts, what `own_figures` tells of."""
+        """What `own_figures` tells of, summed over all prompts."""
 
     def add(self, index: int, delta: inference_pb2.Delta) -> list[Json]:
         """New output of choice `index`, as chunks of a stream."""

@@ -47,7 +47,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._with_top = bool(request.logprobs)
         self._drops_output = request.drops_output
         self._mean_logprobs = [0.0] * self._choices
-        """Of each choice's tokens, if the best are looked for."""
+        """Mean over each choice's tokens, if the best choices are looked for."""
         self._offsets: list[TextOffsets | None] = [None] * self._choices
 
     def add(self, index: int, delta: inference_pb2.Delta) -> list[Json]:

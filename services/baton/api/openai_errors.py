@@ -45,7 +45,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_ms: int | None = None
         self.metadata: Mapping[str, str] = {}
-        """As of BatonError."""
+        """See BatonError."""
 
 
 def invalid_value(param: str, message: str) -> ApiError:

@@ -17,7 +17,7 @@ from baton.api.typed_events import TypedAnswer
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 _CODES = {429: "rate_limit_exceeded"}
-"""Of failures in a stream, by HTTP status: clients know by them what to do."""
+"""Codes of failures in a stream, by HTTP status: clients know by them what to do."""
 CANCELLED = 499
 """HTTP status of requests that were cancelled."""
 

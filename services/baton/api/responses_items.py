@@ -214,7 +214,7 @@ InputItem = Annotated[
 
 
 OutputItems = TypeAdapter(list[InputItem])
-"""Of an answer, to be read as items of an input."""
+"""Output of an answer, to be read as items of an input."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class AllowedResponsesTools(Strict):
 
     @property
     def names(self) -> list[str]:
-        """As the model knows them; what clients do not run is left out."""
+        """Names of the tools that the model knows; what clients do not run is left out."""
         return [
             shown_name(str(tool.get("name", "")), str(tool.get("namespace") or ""))
             for tool in self.tools

@@ -40,7 +40,7 @@ class InputFormat(Strict):
 
 
 class CustomTool(Strict):
-    """Its input is any text. A regular expression is enforced; a grammar is shown to the model."""
+    """A tool whose input is any text. A regular expression is enforced; a grammar is shown to the model."""
 
     PLACE = "tools"
     HINTS: ClassVar[Mapping[str, str]] = {"defer_loading": "all tools are shown to the model"}
@@ -91,7 +91,7 @@ class OfferedTool:
 
     @property
     def shown(self) -> str:
-        """Its name, as the model knows it."""
+        """The tool's name to the model."""
         return shown_name(self.tool.name, self.namespace)
 
     def item(self, call: tokenizer_pb2.ToolCall) -> Json:

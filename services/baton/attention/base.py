@@ -50,8 +50,8 @@ class AttentionRows:
     tokens: int = 0
     """In all."""
     tables: tuple[torch.Tensor, ...] = ()
-    """Of each KV group int32 [rows, pages] on the device; entries behind a row's end may name any page. None
-    for backends that read the host's."""
+    """Page tables: for each KV group int32 [rows, pages] on the device; entries behind a row's end may name
+    any page. None for backends that read the host's."""
     lengths: torch.Tensor | None = None
     """int32 [rows] on the device, likewise: keys of each row's last token."""
     starts: torch.Tensor | None = None
@@ -59,7 +59,7 @@ class AttentionRows:
     longest: int = 1
     """Tokens of the longest row, at most."""
     targets: tuple[torch.Tensor, ...] = ()
-    """Of each KV group int64 [tokens] on the device: page * page_size + offset, where each token's keys and
+    """For each KV group int64 [tokens] on the device: page * page_size + offset, where each token's keys and
     values are written. For a graph whose layers write by `forward`."""
     plans: dict[int, Any] = field(default_factory=dict)
     """By KV group, what its backend has computed for all layers."""

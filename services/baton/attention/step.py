@@ -32,7 +32,7 @@ class ModelAttention:
         self.options = options
         groups = pool.layout.groups
         self.places = places(groups)
-        """Of each layer its KV group, and its place in the group's pages."""
+        """KV group of each layer, and the layer's index in the group's pages."""
         self.pool = pool
         views = [
             (view, [options[layer] for layer in group.layers], index)

@@ -209,7 +209,7 @@ class TorchAttention:
             out[at] = attend(row_q, row_k, row_v, mask, options)[0].transpose(0, 1)
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
-        """As `forward`, with keys and values that `forward` of this step has written."""
+        """Attends as `forward` does, to keys and values that `forward` of this step has written."""
         if self._groups:
             self._decode(layer, q[: self._single], out[: self._single])
         for chunk in self._chunks:
@@ -299,7 +299,7 @@ class TorchAttention:
             self._vectors.index_fill_(0, self._vectors_at(ends).flatten(), 0)
 
     def _lengthen(self, group: _RowGroup) -> None:
-        """Its rows are one token on in the same pages."""
+        """The group's rows are one token on in the same pages."""
         group.lengths = [length + 1 for length in group.lengths]
         group.masks.clear()
         if not group.padded:
@@ -360,7 +360,7 @@ class TorchAttention:
         return chunk
 
     def _find_pages(self, chunk: _Chunk) -> tuple[_Gathered, tuple[torch.Tensor, ...]]:
-        """Its pages are gathered from now on."""
+        """The chunk's pages are gathered from now on."""
         if chunk.gathered is None or chunk.pages is None:
             pages = chunk.row.pages[: -(-chunk.end // self._layout.page_size)]
             of_layers = self._there(self._entries(pages, 1)) + 2 * self._layers

@@ -233,7 +233,7 @@ class KvBench:
     layout: PoolLayout
     device: torch.device
     owner_gpu: str
-    """As CUDA_VISIBLE_DEVICES names it, or those of its ranks; empty: on the CPU."""
+    """The owner's GPU by its name in CUDA_VISIBLE_DEVICES, or those of its ranks; empty: on the CPU."""
     lengths: tuple[int, ...]
     repeats: int
     quotas: tuple[int, ...]

@@ -56,7 +56,7 @@ class Job:
     thread: int = 0
     """Jobs of one thread are sent one after the other."""
     continues: bool = False
-    """Its prompt is appended to the previous job's prompt and answer in the thread."""
+    """The job's prompt is appended to the previous job's prompt and answer in the thread."""
     pause: float = 0.0
     """Seconds from the end of the previous job to this one. For a thread's first job in a closed loop: from
     the end of the previous thread."""

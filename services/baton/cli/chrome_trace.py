@@ -64,7 +64,7 @@ def _phases(
 def _work(
     trace: trace_pb2.Trace, pids: dict[tuple[str, str], int], tid: int, start: int
 ) -> Iterator[dict[str, Any]]:
-    """As asynchronous events, because they may overlap."""
+    """Asynchronous events, because pieces of work may overlap."""
     for number, work in enumerate(trace.work):
         end = work.end_us if work.HasField("end_us") else trace.total_us
         same = {

@@ -86,7 +86,7 @@ def collect(stream: Stream, show: bool = False) -> StreamedAnswer:
 
 
 async def collect_async(stream: AsyncStream, show: bool = False) -> StreamedAnswer:
-    """As `collect`, for asyncio."""
+    """`collect` for asyncio."""
     answer = StreamedAnswer()
     async with stream:
         async for delta in stream:

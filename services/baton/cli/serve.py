@@ -84,7 +84,8 @@ ABOUT = {
 
 
 class Roles(click.Group):
-    """Its error says how a whole deployment is started: other servers' `serve` takes a model."""
+    """An unknown role's error says how a whole deployment is started: other servers' `serve` takes a
+    model."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         found = super().get_command(ctx, cmd_name)

@@ -182,7 +182,7 @@ class Child:
             return []
 
     def _describe_end(self, code: int) -> str:
-        """Also whether a process was killed because memory ran out since the start."""
+        """Says how a process ended, and whether one was killed because memory ran out since the start."""
         text = describe_exit(code)
         if code != -signal.SIGKILL or cgroups.oom_kills() <= self._oom_kills:
             return text

@@ -96,7 +96,7 @@ async def _get_traces(
 
 
 def in_order(traces: Iterable[trace_pb2.Trace], request: trace_pb2.GetTracesRequest) -> list[trace_pb2.Trace]:
-    """As one gateway would have answered."""
+    """The order in which one gateway would have answered."""
     if request.ids:
         places = {id: place for place, id in enumerate(request.ids)}
         return sorted(traces, key=lambda trace: places.get(trace.id, 0))

@@ -88,7 +88,7 @@ class AsyncClient:
 
     @property
     def address(self) -> str:
-        """Of the gateway that new requests go to."""
+        """Address of the gateway that new requests go to."""
         return self._gateways.address
 
     @property

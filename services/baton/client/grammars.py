@@ -40,7 +40,7 @@ def grammar_message(grammar: Grammar) -> common_pb2.Grammar:
 
 
 def format_message(response_format: ResponseFormat) -> common_pb2.Grammar:
-    """Of a schema, or of the schema of a pydantic model. Raises BatonError for OpenAI's forms."""
+    """The grammar of a schema, or of a pydantic model's. Raises BatonError for OpenAI's forms."""
     if isinstance(response_format, Mapping):
         instead = _INSTEAD.get(str(response_format.get("type")))
         if instead is not None:

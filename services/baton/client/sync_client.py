@@ -85,7 +85,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Of the gateway that new requests go to."""
+        """Address of the gateway that new requests go to."""
         return self._gateways.address
 
     @property

@@ -207,7 +207,7 @@ class Usage:
     accepted_drafts: int = 0
     """Those of them that were right."""
     host_tokens: int = 0
-    """Of the cached tokens, those that were in a node's host memory."""
+    """Cached tokens that were in a node's host memory."""
     disk_tokens: int = 0
     """Those that were in files."""
     peer_tokens: int = 0

@@ -28,7 +28,7 @@ def final_states(body: Body, batch: Batch) -> torch.Tensor:
 
 
 class CapturedWork:
-    """Of one runner. Works on buffers that each replay finds filled."""
+    """What one runner's graphs capture. Works on buffers that each replay finds filled."""
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class ChunkShape(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Its rows are decode rows, with drafts."""
+        """Whether all rows are decode rows, with drafts."""
         return self.longest <= DRAFT_LENGTHS[-1]
 
 
@@ -97,7 +97,7 @@ class ChunkInputs:
     wanted: torch.Tensor
     """[wanted]: the tokens whose logits are wanted; 0 where there are fewer."""
     drafts: torch.Tensor
-    """As in HostBatch, of any length; empty where no row has drafts."""
+    """See HostBatch; of any length, empty where no row has drafts."""
     temperatures: torch.Tensor
     """float32 [wanted], in shapes of `few`, as all that follows."""
     seeds: torch.Tensor
@@ -166,7 +166,7 @@ class ChunkGraphs:
         """Device memory that they took, and what torch reserved to warm up for them."""
 
     def shape(self, step: HostBatch) -> ChunkShape | None:
-        """Of the graph for this step; None: no graph fits."""
+        """Shape of the graph for this step; None: no graph fits."""
         tokens, longest, wanted = step.tokens, step.longest, len(step.wanted)
         rows = max(len(step.rows), len(step.slots))  # a prompt may sample for several
         for shape in self._shapes:
@@ -199,8 +199,8 @@ class ChunkGraphs:
         return inputs.ids.index_select(0, at), inputs.positions.index_select(0, at)
 
     def _lengths(self, shape: ChunkShape) -> tuple[int, ...]:
-        """Of the fields of ChunkInputs, which lie one behind the other: `seeds` first, which are twice as
-        wide, then the others in their order."""
+        """Lengths of the fields of ChunkInputs, which lie one behind the other: `seeds` first, which are
+        twice as wide, then the others in their order."""
         tokens, rows = shape.tokens, shape.rows + shape.padding
         drafts = tokens + shape.rows * self._draft_tokens if self._draft_tokens else 0
         few, samples = (shape.wanted, shape.rows) if shape.few else (0, 0)

@@ -53,7 +53,7 @@ class DeviceSlots:
         """Where each slot's newest row ended: one that does not begin there is another sequence's, as is one
         whose last token comes from the host. Further choices of a prompt begin with its last chunk."""
         self._drafts: dict[int, range] = {}
-        """Of the newest rows that had drafts or followed some, where they may end: a row that begins there
+        """Where the newest rows that had drafts or followed some may end, by slot: a row that begins there
         goes on behind those that were right."""
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""

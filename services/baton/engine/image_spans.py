@@ -24,9 +24,9 @@ class ImageSource:
     """Where a request's images are to be had: addresses, host:port."""
 
     pictures: str
-    """Of their pixels."""
+    """Address at which the images' pixels are."""
     encoders: tuple[str, ...] = ()
-    """Of encode nodes, in the order to try."""
+    """Addresses of encode nodes, in the order to try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ImageSpan:
     start: int
     rows: int
     columns: int
-    """Of tokens."""
+    """Columns of tokens."""
     digest: bytes
     """32 bytes that name the pixels and how they were made of the image."""
     content: ImageContent | None = field(default=None, compare=False, repr=False)

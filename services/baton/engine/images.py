@@ -18,7 +18,7 @@ from baton.layers.batch import InputEmbeddings
 from baton.models.decoder import VisionTower
 
 CACHED_BYTES = 256 * 2**20
-"""Of embeddings that are kept: an image that chunks cut, or that comes again, is not encoded again."""
+"""Bytes of embeddings that are kept: an image that chunks cut, or that comes again, is not encoded again."""
 
 
 class EmbeddingCache:
@@ -31,7 +31,7 @@ class EmbeddingCache:
         self.bytes = 0
 
     def get(self, digest: bytes) -> torch.Tensor | None:
-        """As VisionTower.encode has them."""
+        """An image's embeddings, in the form of VisionTower.encode; None: they are not kept."""
         with self._lock:
             found = self._known.get(digest)
             if found is not None:
@@ -73,7 +73,7 @@ class EncodeCounters:
 def encode(
     tower: VisionTower, images: Iterable[torch.Tensor], counters: EncodeCounters
 ) -> list[torch.Tensor]:
-    """As VisionTower.encode, one batch, which is counted."""
+    """Encodes one batch by VisionTower.encode, and counts it."""
     begun = time.perf_counter()
     found = [rows.contiguous() for rows in tower.encode(list(images))]
     seconds, tokens = time.perf_counter() - begun, sum(rows.shape[1] for rows in found)

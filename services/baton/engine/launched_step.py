@@ -61,15 +61,15 @@ class PendingSampling:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """Its results, valid once `done` has occurred, and the rows they belong to."""
+    """A step on the device: results, valid once `done` has occurred, and the rows they belong to."""
 
     number: int
     rows: tuple[PlanRow, ...]
     done: torch.cuda.Event | None = None
     """That the step has been computed, with its sampling; None on a CPU, where it has."""
     samples: Samples | KernelSamples | None = None
-    """Of all sampling rows' slots, in the order of the plan or, with `places`, of the batch; with `right` of
-    all that are wanted."""
+    """Samples of all sampling rows' slots, in the order of the plan or, with `places`, of the batch; with
+    `right` of all that are wanted."""
     more: list[Samples | KernelSamples] = field(default_factory=list)
     """Further log-probabilities and errors of these."""
     firsts: list[int] = field(default_factory=list)
@@ -91,6 +91,6 @@ class LaunchedStep:
     masks: Masks | None = None
     """Masks of its rows with a grammar, whose matchers learn their tokens when it is read."""
     late: PendingSampling | None = None
-    """Its sampling, which waits until the step before has been read. None: it is enqueued."""
+    """Sampling of the step, which waits until the step before has been read. None: it is enqueued."""
     failed: Exception | None = None
     """Why it could not be."""

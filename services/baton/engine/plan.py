@@ -37,7 +37,7 @@ class Pooling(Enum):
     """Which of a prompt's final hidden states its embedding is made of."""
 
     LAST = auto()
-    """Its last token's."""
+    """The last token's."""
     MEAN = auto()
     """The mean of all."""
 
@@ -100,7 +100,8 @@ class PlanRow:
     is, the row starts one position later, and its drafts begin one later in `drafts`, which has so many more
     than the row."""
     hidden_layers: tuple[int, ...] = ()
-    """Its hidden states of these are wanted: HiddenTap.layers. Of several ranks only the first knows."""
+    """Layers whose hidden states of the row are wanted: HiddenTap.layers. Of several ranks only the first
+    knows."""
     images: tuple[ImageSpan, ...] = ()
     """All of the sequence's images; their contents are not plain data."""
 
@@ -170,7 +171,7 @@ class RowResult:
     error: str | None = None
     """Why the row has no tokens, e.g. logits that are not numbers."""
     reason: str = "BAD_LOGITS"
-    """Its machine-readable form."""
+    """The error's machine-readable form."""
     logprobs: tuple[Logprobs | None, ...] = ()
     """Log-probabilities of each token under the unmodified logits, where params.logprobs is not None;
     empty: of none."""

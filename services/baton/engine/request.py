@@ -154,11 +154,11 @@ class EngineRequest:
     forked: bool = False
     """Every choice has its own first token."""
     reported: bool = False
-    """Its PromptEvent has been emitted; there is one, however often the prompt is computed."""
+    """The request's PromptEvent has been emitted; there is one, however often the prompt is computed."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix tree; None until admission."""
     tiers: CachedTiers = IN_POOL
-    """Of these, those that were not in the pool."""
+    """Cached tokens that were not in the pool."""
     borrowed: int = 0
     """Prompt tokens whose pages came from other nodes before its admission."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
@@ -172,7 +172,7 @@ class EngineRequest:
     grammar: CompiledGrammar | None = None
     """params.grammar, compiled; until then the request is not admitted."""
     paused: bool = False
-    """Its running sequences get no rows."""
+    """The request's running sequences get no rows."""
     failed_steps: int = 0
     """Steps with it that failed, or with which their node ended. Above 0 it is suspected of being the cause:
     one suspect is admitted at a time."""

@@ -105,7 +105,7 @@ class Samples:
 
 @dataclass(slots=True)
 class KernelSamples:
-    """The same, by kernels; read once a step by a host that the next one waits for."""
+    """Samples that kernels make; read once a step by a host that the next one waits for."""
 
     result: torch.Tensor
     """int32 [slots, 2]: the token, and the bits of the largest logit."""
@@ -130,7 +130,7 @@ class KernelSamples:
         return self
 
     def read(self) -> tuple[list[int], list[bool]]:
-        """As `Samples.read`, once they are on the host."""
+        """What `Samples.read` gives, once it is on the host."""
         result = self.result.numpy()
         return result[:, 0].tolist(), np.isfinite(result[:, 1].view(np.float32)).tolist()
 
@@ -294,7 +294,7 @@ class KeptToken:
     finite: bool
     """Whether its logits were."""
     error: str
-    """Of its grammar; empty: none."""
+    """Error of the row's grammar; empty: none."""
 
 
 BAD_LOGITS = "the model's logits are not finite: its weights or its KV are damaged"

@@ -51,7 +51,7 @@ class StepBuilder:
         self.number = number
         self.records: list[Record] = []
         self.tokens = 0
-        """Of decode rows."""
+        """Tokens of decode rows."""
         self._rows: list[PlanRow] = []
         self._inits: list[SlotInit] = []
 

@@ -27,7 +27,7 @@ Anything = TypeVar("Anything", Samples, KernelSamples)
 
 
 class StepSampling:
-    """Of one runner."""
+    """How one runner samples the rows of its steps."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class StepSampling:
         slots: torch.Tensor,
         firsts: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `choose_chains`, where what is sampled changes a slot's penalties: one position behind the
+        """`choose_chains` for rows where what is sampled changes a slot's penalties: one position behind the
         other, of which only those that count change them."""
         logits, device, depths = pending.logits, pending.logits.device, chains.depths
         result = torch.empty(len(chains.drafts), 2, dtype=torch.int32, device=device)

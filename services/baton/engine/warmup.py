@@ -28,7 +28,7 @@ REQUIRED = 2
 left."""
 
 MAX_LOGPROBS = 20
-"""As in the contract."""
+"""The contract's limit."""
 DECODE_CONTEXT = 1024
 """Context of the decode rows of `largest_steps`, at most: the pool would not hold the longest context for
 all."""

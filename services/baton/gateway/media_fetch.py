@@ -23,7 +23,7 @@ from baton.pictures.settings import PictureError
 SECONDS = 10.0
 """The longest that an image may take, from its name's resolution to its last byte."""
 MOST_CHARACTERS = 4096
-"""Of an address."""
+"""Characters of an address."""
 READ_BYTES = 2**16
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -89,7 +89,7 @@ class SentLoad:
         self.tokens += tokens
 
     def computed(self, request: int) -> None:
-        """Its prompt has been computed, here or elsewhere."""
+        """The request's prompt has been computed, here or elsewhere."""
         sent = self._requests.get(request)
         if sent is not None and not sent.running:
             sent.running = True

@@ -53,7 +53,7 @@ class PictureMemory:
         self._held = 0
         """Bytes of pictures that are not idle."""
         self._held_by: Counter[bytes] = Counter()
-        """The same by owner; a picture that several hold counts for each."""
+        """Bytes of pictures that are not idle, by owner; a picture that several hold counts for each."""
         self._idle: dict[bytes, OrderedDict[bytes, int]] = {}
         """By owner: digests, the least recently used first, and bytes."""
         self._idle_by: Counter[bytes] = Counter()

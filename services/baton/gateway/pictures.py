@@ -21,7 +21,7 @@ WIDTH = 2
 ARRIVING = 16
 """Files that are given by address and have not been decoded, at a time."""
 MOST_NAMES = 64
-"""Of a picture, by one API key: its files may differ in what nobody sees."""
+"""Names of a picture, by one API key: its files may differ in what nobody sees."""
 
 
 class PictureStore:
@@ -153,7 +153,7 @@ class PictureLease:
         self._released = False
 
     async def fetch(self, url: str, settings: PictureSettings, place: str) -> tuple[Picture, bytes]:
-        """As `add`, of an image that is given by address. Raises BatonError."""
+        """Adds an image that is given by address. Raises BatonError."""
         async with self._store.fetched(url, self._owner, place) as file:
             return await self.add(file, settings, place)
 

@@ -13,7 +13,7 @@ from baton.rpc.errors import BatonError, invalid, invalid_field
 from baton.v1 import common_pb2, node_pb2, tokenizer_pb2
 
 MOST_IMAGES = 256
-"""Of a prompt."""
+"""Images of a prompt."""
 MOST_NAME = 256
 """Characters of ContentPart.name."""
 NOT_SEEN = "is an image, and no model here sees; start the gateway with --omit-images to have it told so"
@@ -41,7 +41,7 @@ def _image_parts(chat: tokenizer_pb2.ChatPrompt) -> Iterator[tuple[str, tokenize
 
 
 async def find_images(chat: tokenizer_pb2.ChatPrompt) -> ImageParts:
-    """As `image_parts`, of many messages in a thread."""
+    """`image_parts`, in a thread where there are many messages."""
     if len(chat.messages) > MANY_MESSAGES:
         return await asyncio.to_thread(image_parts, chat)
     return image_parts(chat)

@@ -17,7 +17,7 @@ from baton.rpc.errors import BatonError, internal
 @dataclass(slots=True)
 class RecordedCall:
     name: str
-    """As in the log."""
+    """The call's name in the log."""
     tokens: int = 0
     """Tokens of its prompts, once they are known."""
 

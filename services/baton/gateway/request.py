@@ -102,7 +102,7 @@ class GatewayRequest:
 
     @property
     def seconds_left(self) -> float:
-        """Of the time that the request has, which runs from when it came."""
+        """What is left of the request's time, which runs from when it came."""
         return self._timing.limit - self._timing.elapsed
 
     def begin(self, session: GatewaySession | None = None) -> None:

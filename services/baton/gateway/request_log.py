@@ -39,7 +39,7 @@ class EndedRequest:
     model: str = ""
     cached_tokens: int = 0
     image_tokens: int = 0
-    """Of prompt_tokens."""
+    """Those of prompt_tokens that stand for images."""
     finish: str = ""
     """Why the first choice ended: stop or length."""
     way: str = ""

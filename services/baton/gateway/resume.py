@@ -61,7 +61,7 @@ class ResumeAttempts:
         """A node was lost without a word before a token of the attempt there had come, since it last made
         progress."""
         self.has_turn = False
-        """Of all suspects at its node, the request is the one that is computed."""
+        """The request is the one suspect that is computed at its node."""
         self.done = False
         """No decode node will send anything more."""
         self._log = log

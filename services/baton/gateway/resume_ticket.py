@@ -24,10 +24,10 @@ MAX_TICKET_CHARACTERS = 1024
 
 class ResumeTicket(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes
-    """Of prompt and parameters: `resumption.request_digest`."""
+    """Digest of prompt and parameters: `resumption.request_digest`."""
     seed: int
     fingerprint: str
-    """Of the model."""
+    """Fingerprint of the model."""
     key: bytes
     """`ApiKey.identity`."""
     expires: float

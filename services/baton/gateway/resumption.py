@@ -267,8 +267,8 @@ def lost() -> BatonError:
 
 
 def request_digest(start: inference_pb2.GenerateStart, prepared: Prepared) -> bytes:
-    """Of all that the tokens and the text of a request's output depend on. Tokens, not texts: a chat template
-    may render a date."""
+    """Digest of all that the tokens and the text of a request's output depend on. Tokens, not texts: a chat
+    template may render a date."""
     about = inference_pb2.GenerateStart(
         n=start.n, namespace=start.namespace, raw_output=start.raw_output, sampling=prepared.sampling
     )

@@ -171,7 +171,7 @@ class GatewayShell(GatewayRuntime):
 
     @property
     def model_name(self) -> str:
-        """As clients see it; empty: none has been served yet."""
+        """The name that clients see; empty: none has been served yet."""
         own = self._last_model.name if self._last_model is not None else ""
         return served_names(self.config.served_name, own)[0]
 

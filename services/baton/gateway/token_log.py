@@ -228,7 +228,7 @@ class TokenLog:
         self.prompt_ids: list[int] = []
         self.cached_tokens = 0
         self.image_tokens = 0
-        """Of prompt_ids."""
+        """Those of prompt_ids that stand for images."""
         self.choices = [ChoiceLog(index, stop, min_tokens) for index in range(n)]
         self.terminal: inference_pb2.Finished | status_pb2.Status | None = None
         self._include_token_ids = include_token_ids

@@ -142,7 +142,7 @@ class TokenizerClient:
             node.start()
 
     def remove(self, address: str) -> None:
-        """Its calls are repeated at others."""
+        """Removes a node, whose calls are repeated at others."""
         node = self.nodes.pop(address, None)
         if node is not None:
             self._closing.spawn(node.close(), f"leave tokenizer {address}")

@@ -339,7 +339,7 @@ def _schema(tool: tokenizer_pb2.Tool, *, any_object: bool) -> str:
 
 
 def _spaced(schema: dict[str, Any]) -> str:
-    """Its text, with the options that it does not have itself."""
+    """The schema's text, with the options that it does not have itself."""
     own = schema.get("x-guidance", {})
     return dumps({**schema, "x-guidance": {**_SPACE, **own} if isinstance(own, dict) else own})
 

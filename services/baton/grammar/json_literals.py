@@ -21,7 +21,7 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def dumps(schema: SchemaValue) -> str:
-    """As JSON, the exact literals as well."""
+    """The schema as JSON, the exact literals as well."""
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), default=lambda exact: exact.value)
 
 

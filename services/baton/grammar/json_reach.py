@@ -13,14 +13,14 @@ SchemaValue = Any
 
 
 MAX_ITEMS = 2000
-"""Of the library's parser at one place; counted as it has been seen to count."""
+"""Items of the library's parser at one place; counted as it has been seen to count."""
 _PER_ARRAY = 6
 IN_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 """Keywords whose values are schemas by name."""
 _NAMED = {"$id", "id", "$anchor"}
 """Keywords by which schemas are found otherwise than by where they stand."""
 _MAX_STEPS = 64
-"""Of references that are followed to count items."""
+"""References that are followed to count items."""
 _UNIONS = ("anyOf", "oneOf")
 _WIDE = {"anyOf", "oneOf", "enum", "properties"}
 
@@ -101,7 +101,7 @@ def check_width(root: SchemaValue, refuse: Callable[[dict[str, SchemaValue], str
     known: dict[int, int] = {}
 
     def width(schema: SchemaValue, steps: int) -> int:
-        """Of the items behind the beginning of a value."""
+        """Number of items behind the beginning of a value."""
         if not isinstance(schema, dict):
             return _PER_ARRAY if schema is True else 0
         if id(schema) not in known:
@@ -180,7 +180,7 @@ def _target(root: SchemaValue, at: str) -> SchemaValue:
 
 
 def steps(at: str) -> list[str]:
-    """Of a reference: what stands between its slashes."""
+    """What stands between the slashes of a reference."""
     return [step.replace("~1", "/").replace("~0", "~") for step in unquote(at).split("/")]
 
 

@@ -52,7 +52,7 @@ class Fetch:
     begins: list[int]
     """For each KV group the page index with which its announcements begin."""
     wanted: bool = True
-    """Its pages are pulled as they are announced; else not before the owner is done."""
+    """The prompt's pages are pulled as they are announced; else not before the owner is done."""
     done: bool = False
     """The owner has nothing more to say but pages: what writes those announced has retired."""
     pages: list[list[int]] = field(init=False)
@@ -301,7 +301,7 @@ class Fetches(Generic[F]):
         self._core.arrived(fetch)
 
     def abandon(self, fetch: F) -> bool:
-        """Its owner does not want it any more. Returns whether the other worker will say how it ended
+        """The fetch's owner does not want it any more. Returns whether the other worker will say how it ended
         there."""
         self._forget(fetch)
         if not fetch.released:

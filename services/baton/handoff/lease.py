@@ -98,7 +98,7 @@ class Leases(Generic[L]):
         self._recorder = recorder or Recorder(0)
         self._ended = RecentNames()
         self._heard: dict[Hashable, float] = {}
-        """Of every holder of a lease, and of others that are connected."""
+        """When every holder of a lease, and others that are connected, were last heard of."""
         self._held: Counter[Hashable] = Counter()
         """Pages of complete leases, by holder."""
         self._blocked_since: float | None = None

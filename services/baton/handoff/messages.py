@@ -194,7 +194,7 @@ class ChunkAnnounced:
     step: int = 0
     """The pages are final once this step has retired; 0: they are final now."""
     content: bytes = b""
-    """Of lent pages of a prefix tree: kvcache.kv_events.content_digest of what it says that they hold."""
+    """For lent pages of a prefix tree: kvcache.kv_events.content_digest of what it says that they hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,13 +52,13 @@ class FileJob:
     fingerprint: bytes
     namespace: str
     key: bytes
-    """Of whole pages, as `page_keys.page_key` has them."""
+    """Key of whole pages: `page_keys.page_key`."""
     stride: int
     """Bytes of a page in it."""
     page_bytes: int
     pages: list[FilePage]
     holding: BlockTable
-    """Of the host tier's pages."""
+    """Table of the host tier's pages."""
     running: bool = True
     """Whether a request waits for it."""
     spoiled: bool = False
@@ -68,7 +68,7 @@ class FileJob:
     """Page indexes that have come."""
 
     def header(self, each: FilePage) -> bytes:
-        """Of a page's file."""
+        """Header of a page's file."""
         key = self.key[: (each.row + 1) * self.stride]
         return header(self.fingerprint, self.namespace, key, each.group, self.page_bytes)
 
@@ -126,7 +126,7 @@ class DiskTier:
         self._withdrawn: Counter[tuple[str, bytes]] = Counter()
         """What is damaged, and may still have files."""
         self._asked: OrderedDict[tuple[str, bytes], tuple[float, int, int, int]] = OrderedDict()
-        """Of prompts: when `readable` was last computed, for what, and what it was."""
+        """When a prompt's `readable` was last computed, for what, and what it was."""
         self._reading = 0
         """Pages of reads that run, one after the other."""
         self._meter = PullMeter()
@@ -170,7 +170,7 @@ class DiskTier:
         return rows
 
     def _wanted(self, names: PageNames, begin: int, rows: int) -> list[str]:
-        """Of groups that may lack pages."""
+        """Names of the pages that groups may lack."""
         size = self._cache.page_size
         return [
             names.name(row, group)

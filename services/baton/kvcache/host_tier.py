@@ -52,11 +52,11 @@ class TierCopy:
     holding: BlockTable
     """The receiver's."""
     begin: int
-    """Its first row that is copied."""
+    """First row that is copied."""
     sources: list[PageRow]
     """The source's pages of each row from `begin` on that are copied; NO_PAGE for others."""
     generations: dict[int, int]
-    """Of the sources, before the copy."""
+    """Generations of the sources before the copy."""
     running: bool = True
     """Whether a request waits for it."""
     kept: int = 0

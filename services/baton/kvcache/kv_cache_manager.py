@@ -284,7 +284,7 @@ class KvCacheManager:
         self._tree.withdraw(holding.node)
 
     def withdraw_prefix(self, first: bytes, namespace: str) -> None:
-        """As `withdraw`, for all that begins with a page of these tokens, 4 bytes each."""
+        """Withdraws all that begins with a page of these tokens, 4 bytes each."""
         self._tree.withdraw_prefix(first, namespace)
 
     def quarantine(self, holding: BlockTable, pages: Iterable[int]) -> None:

@@ -47,7 +47,7 @@ def content_digest(page_size: int, namespace: str, key: bytes) -> bytes:
 
 
 def as_number(digest: bytes) -> int:
-    """As messages carry it."""
+    """A digest in the form of messages."""
     return int.from_bytes(digest, "little")
 
 
@@ -185,7 +185,7 @@ class TreeLog:
         self.sequence = 0
         """Number of the last change. Never falls, also by `clear`."""
         self._digests = (RowDigests(page_size), RowDigests(page_size))
-        """Of each tier."""
+        """Digests of each tier."""
         self._log: deque[tuple[int, int, bool]] = deque(maxlen=limit)
         """Tier, digest, and whether it came."""
 

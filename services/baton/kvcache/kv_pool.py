@@ -12,7 +12,7 @@ from baton.kvcache.kv_groups import KvGroup, divide_layers
 from baton.layers.cache_spec import STATE_ITEMSIZE, CacheSpec, State
 
 MOST_TOKENS = 1024
-"""Of a page whose size nobody names."""
+"""Tokens of a page whose size nobody names."""
 
 
 def default_page_size(device: torch.device, specs: Sequence[CacheSpec] = (), itemsize: int = 2) -> int:
@@ -67,7 +67,7 @@ class StateLayout:
 
     @property
     def bytes_per_token_per_layer(self) -> int:
-        """Of a layer's part of a page, rounded up."""
+        """Bytes of a token in a layer's part of a page, rounded up."""
         return -(-sum(map(math.prod, self.shapes)) * STATE_ITEMSIZE // self.page_size)
 
 
@@ -139,7 +139,7 @@ class StatePool:
         own = sum(map(math.prod, layout.shapes))
         numbers = raw.view(torch.float32)
         self.layers: list[list[torch.Tensor]] = []
-        """Of each layer its tensors, float32 [pages, *shape]."""
+        """Tensors of each layer, float32 [pages, *shape]."""
         for layer in range(layout.num_layers):
             sizes = [math.prod(shape) for shape in layout.shapes]
             parts = torch.split(numbers[:, layer * own : (layer + 1) * own], sizes, 1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 DIGEST_BYTES = 32
-"""Of an image's digest, and of a page's seal."""
+"""Bytes of an image's digest, and of a page's seal."""
 _NO_IMAGES = bytes(DIGEST_BYTES)
 _MARK = 2**31
 """Set in the 4 bytes of a placeholder, whose other bits are its index."""
@@ -27,7 +27,7 @@ def is_placeholder(token: int) -> bool:
 
 
 def page_key(tokens: Sequence[int], page_size: int, sealed: bool) -> bytes:
-    """Of each whole page its tokens, as an array("I") has them. `sealed`: behind them 32 bytes, which are
+    """The tokens of each whole page, as bytes of an array("I"). `sealed`: behind them 32 bytes, which are
     zeros where the page has no placeholders, else the SHA-256 of the digest of each of its tokens (of
     text 0).
 

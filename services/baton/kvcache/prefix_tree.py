@@ -262,7 +262,7 @@ class PrefixTree:
             report(observer, top)
 
     def withdraw_prefix(self, first: bytes, namespace: str) -> None:
-        """As `withdraw`, for all that begins with a page of these tokens, 4 bytes each."""
+        """Withdraws all that begins with a page of these tokens, 4 bytes each."""
         node = self._root.children.get((namespace, first))
         if node is not None:
             self.withdraw(node)

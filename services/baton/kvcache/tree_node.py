@@ -22,7 +22,7 @@ class TreeNode:
     child_key: tuple[str, bytes]
     """The parent's key of it: namespace, and the first row's tokens."""
     key: bytes
-    """Of its rows, as `page_keys.page_key` has them."""
+    """Key of the node's rows: `page_keys.page_key`."""
     first: int
     """Page index of its first row."""
     rows: list[PageRow]

@@ -103,7 +103,7 @@ class HiddenTap:
     """Before which layers, ascending: 0 means the embeddings, the number of layers what the last one has
     made. FINAL: the normalized states that the head gets."""
     found: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Of each of `layers` that the model has, [tokens, hidden]."""
+    """Hidden states before each of `layers` that the model has, [tokens, hidden]."""
 
     def take(self, layer: int, hidden: torch.Tensor) -> None:
         """Keeps them if they are wanted; `hidden` may be overwritten afterwards."""
@@ -148,7 +148,7 @@ class Batch:
     """int [tokens]"""
     attention: StepAttention
     caches: Sequence[LayerCache | StateCache] = ()
-    """Of each layer, where its own kernels write into the pool; empty: `attention` writes."""
+    """Where each layer's own kernels write into the pool; empty: `attention` writes."""
     slots: torch.Tensor | None = None
     """int32 [tokens]: their batch slots; with `caches`."""
     damage: torch.Tensor | None = None

@@ -47,7 +47,8 @@ class DeltaNetShape:
 
 
 class GatedDeltaNet(RecurrentModule):
-    """Its state: of each value head a matrix [key_dim, value_dim], and the last inputs of the convolution."""
+    """A layer whose state is, for each value head, a matrix [key_dim, value_dim], and the last inputs of the
+    convolution."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class GatedDeltaNet(RecurrentModule):
         own_keys = shard.split(shape.key_heads, "key heads of linear attention")
         own = times(own_keys, per_key)
         self.shape = replace(shape, key_heads=own_keys[1], value_heads=own[1])
-        """Of this rank."""
+        """Shape of this rank's part."""
         keys, values = times(own_keys, shape.key_dim), times(own, shape.value_dim)
         mixed = (
             keys,
@@ -189,7 +190,7 @@ def delta_chunks(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `delta_step`, for several tokens of each row. Within a chunk the changes solve a triangular system;
+    """`delta_step` for several tokens of each row. Within a chunk the changes solve a triangular system;
     what the state before the chunk has to do with them is a product."""
     count = q.shape[2]
     size = min(CHUNK, count)

@@ -20,7 +20,7 @@ CHUNK = 16
 
 
 class KimiDeltaAttention(RecurrentModule):
-    """Its state: of each head a matrix [dim, dim], and the last inputs of the convolutions."""
+    """A layer whose state is, for each head, a matrix [dim, dim], and the last inputs of the convolutions."""
 
     def __init__(
         self,

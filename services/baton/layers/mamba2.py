@@ -42,7 +42,8 @@ class Mamba2Shape:
 
 
 class Mamba2(RecurrentModule):
-    """Its state: of each head a matrix [state_dim, head_dim], and the last inputs of the convolution."""
+    """A layer whose state is, for each head, a matrix [state_dim, head_dim], and the last inputs of the
+    convolution."""
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ def mamba_step(
 def mamba_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `mamba_step`, for several tokens of each row. Within a chunk tokens attend to each other."""
+    """`mamba_step` for several tokens of each row. Within a chunk tokens attend to each other."""
     count = v.shape[3]
     size = min(CHUNK, count)
     chunks = -(-count // size)

@@ -40,7 +40,7 @@ class ExpertMatrix:
     """float32 [experts * out, 1], [experts * out / 128, in / 128] or [experts * out, in / group]"""
     scaled: Literal["", "rows", "blocks", "groups"] = ""
     zero: torch.Tensor | None = None
-    """As `scale`, of 4 bits, which alone are scaled by groups."""
+    """Zero points of 4 bits, which alone are scaled by groups; shaped like `scale`."""
     group: int = 0
 
 

@@ -29,7 +29,7 @@ class Parameter:
     shape: torch.Size
     """In the checkpoint."""
     fill: Fill = "normal"
-    """Its contents in a model of random weights."""
+    """The parameter's contents in a model of random weights."""
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
     """From the checkpoint's tensor, on the host, to what is copied to `target`. That of a matrix only
     reorders its rows."""
@@ -64,7 +64,7 @@ class Parameters:
         return replace(self, prefix=f"{self._full(name)}.", names={})
 
     def named(self, names: Mapping[str, str]) -> Parameters:
-        """The same parameters, of which the checkpoint calls some otherwise: name here -> name there."""
+        """These parameters, some of which the checkpoint calls otherwise: name here -> name there."""
         return replace(self, names=names)
 
     def _full(self, name: str) -> str:

@@ -57,7 +57,7 @@ class Rope:
         return cos, sin
 
     def at_axes(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `at`, of int [axes, tokens]."""
+        """What `at` gives, for positions int [axes, tokens]."""
         assert self._table is not None and self._axes is not None
         rows = positions.index_select(0, self._axes).t()  # [tokens, dim]
         cos, sin = (part.gather(0, rows.long()).unsqueeze(1) for part in self._table.unbind(1))

@@ -33,7 +33,7 @@ class ShortConvolution:
         if window < 2:
             raise CheckpointError(f"a short convolution sees at least 2 tokens, not {window}")
         self.shape = window - 1, channels
-        """Of the state, of all ranks."""
+        """Shape of the state of all ranks."""
         whole = torch.Size([channels, 1, window])
         self.weight = parameters.empty(window, (whole if cut is None else cut.shape(whole))[0])
         parameters.add(

@@ -119,7 +119,7 @@ class Shard:
         return own * self.rank, own
 
     def kv_heads(self, count: int) -> IndexRange:
-        """As `split`; ranks that outnumber the heads hold one each, so that neighbours hold the same."""
+        """Splits KV heads; ranks that outnumber the heads hold one each, so that neighbours hold the same."""
         if self.size % count == 0:
             return self.rank * count // self.size, 1
         return self.split(count, "KV heads")
@@ -137,7 +137,7 @@ class Shard:
         return self.rank % (self.size // kv_heads) == 0
 
     def vocabulary(self, count: int) -> IndexRange:
-        """Its rows of the vocabulary; those of the last rank may be fewer than `vocabulary_rows`."""
+        """This rank's rows of the vocabulary; those of the last rank may be fewer than `vocabulary_rows`."""
         rows = self.vocabulary_rows(count)
         first = min(rows * self.rank, count)
         return first, min(rows, count - first)

@@ -343,7 +343,7 @@ def _dtype(hf: Any, path: Path) -> torch.dtype:
 
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""As safetensors files name them."""
+"""Data types by their names in safetensors files."""
 
 
 def first_line(error: BaseException) -> str:

@@ -198,7 +198,7 @@ class Decoder:
             method = parameters.plan.method_of([], hidden) if parameters.plan.head else None
             quantized = QuantizedWeight(method, rows, hidden, self.device) if method is not None else None
             self.head = Linear(self.embedding if quantized is None else quantized)
-            """Its weight is the embedding if the checkpoint ties them, or made of that."""
+            """The head's weight is the embedding if the checkpoint ties them, or made of that."""
             parameters.linears.append(self.head)
             parameters.ignore("lm_head.weight")
         else:

@@ -23,7 +23,7 @@ class ScaledMamba2(Mamba2):
     """What is projected, and what comes out, is multiplied by factors."""
 
     factors: tuple[float, Sequence[float], float]
-    """Of the input, of gates, values, keys, queries and steps, and of the output."""
+    """Factors of the input, of gates, values, keys, queries and steps, and of the output."""
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         shape, (before, each, _) = self.shape, self.factors

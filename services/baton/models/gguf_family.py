@@ -28,11 +28,11 @@ class Change:
     rows: IntArray | None = None
     """Which rows of the file it has, in its order; None: all in theirs."""
     columns: IntArray | None = None
-    """Likewise."""
+    """Which columns of the file it has, in its order; None: all in theirs."""
     shape: tuple[int, ...] | None = None
     """There, where that is not the file's."""
     value: Callable[[FloatArray], FloatArray] | None = None
-    """Of each number in the file."""
+    """What each number in the file becomes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class GgufFamily:
     norms_plus_one: bool = False
     """Norms are written as the model multiplies by them, and Hugging Face checkpoints have one less."""
     changes: Callable[[GgufFile], Mapping[str, Sequence[Change]]] = lambda file: {}
-    """Of tensors of a layer, by their names below it, that are not merely called otherwise."""
+    """Changes of a layer's tensors that are not merely called otherwise, by their names below the layer."""
     merged: Sequence[tuple[str, str, str]] = ()
     """Pairs of tensors of a layer whose rows are below each other in one of a Hugging Face checkpoint."""
     prefix: str = "model.layers"

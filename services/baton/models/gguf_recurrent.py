@@ -179,7 +179,7 @@ def _mamba(at: str, file: GgufFile) -> _Changes:
 
 
 def _granite(file: GgufFile) -> dict[str, Any]:
-    """Of hybrids, and of those whose layers all attend."""
+    """Options of hybrids, and of models whose layers all attend."""
     options, experts = plain(file), file.value("*.expert_count", int, 0)
     rotated = file.value("*.rope.scaling.finetuned", bool, True)
     found = {

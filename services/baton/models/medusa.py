@@ -41,7 +41,7 @@ class MedusaHeads:
         listed = f"{start}0.{depth}.weight" in names
         self.parameters = parameters = Parameters(target.dtype, target.device)
         self.heads: list[tuple[list[Linear], Linear]] = []
-        """Of each the residual layers, and what makes logits."""
+        """Residual layers of each head, and what makes logits."""
         for index in range(heads):
             layers = []
             for layer in range(depth):

@@ -12,9 +12,9 @@ from baton.models.decoder import DecoderLayer
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
     token_norm: RmsNorm
-    """Of the next tokens' embeddings."""
+    """Norm of the next tokens' embeddings."""
     hidden_norm: RmsNorm
-    """Of the hidden states before them."""
+    """Norm of the hidden states before them."""
     input: Linear
     """[tokens, embedding and hidden state] -> [tokens, hidden]"""
     layer: DecoderLayer

@@ -16,7 +16,7 @@ from baton.layers.rope import apply_rope
 from baton.models.config import ModelError
 
 EPS = 1e-6
-"""Of all layer norms."""
+"""Epsilon of all layer norms."""
 
 
 class Qwen3VLVisionTower:

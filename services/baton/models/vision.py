@@ -34,5 +34,5 @@ def load_tower(path: Path, dtype: torch.dtype | None, device: torch.device, load
 
 
 def tower_fingerprint(path: Path, dtype: torch.dtype, device: torch.device, load_format: str) -> str:
-    """Of all that the embeddings of an image depend on."""
+    """Fingerprint of all that the embeddings of an image depend on."""
     return fingerprint(path, dtype, load_format, f"vision {device.type}")

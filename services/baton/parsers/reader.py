@@ -120,7 +120,7 @@ class Reader(ABC):
             return found
 
     def opening(self, *literals: str) -> Generator[None, None, str]:
-        """As `accept`, of what an output may begin with. Where the output has been cut off in one, HALF_MARK
+        """Accepts what an output may begin with. Where the output has been cut off in one, HALF_MARK
         characters of it are left out; fewer are text."""
         try:
             return (yield from self.accept(*literals))

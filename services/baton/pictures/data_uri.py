@@ -7,7 +7,7 @@ import binascii
 from baton.pictures.settings import PictureError
 
 MOST_BYTES = 20 * 2**20
-"""Of a picture as it is sent."""
+"""Bytes of a picture as it is sent."""
 PIECE = 2**18
 """Characters."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 MEMORY_BYTES = 2 * 2**30
-"""Of this process' address space. A picture of most pixels with transparency takes about half of it."""
+"""Limit of this process' address space. A picture of most pixels with transparency takes about half of it."""
 LENGTHS = struct.Struct("<II")
 VERSION = b"baton picture 1"
 """Changes with what is made of a picture, since digests name that."""

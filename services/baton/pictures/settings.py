@@ -10,7 +10,7 @@ from baton.checkpoint_limits import read_json
 from baton.model_path import CheckpointError
 
 MOST_PIXELS = 64_000_000
-"""Of a picture, as its header says. Decoded they take four bytes each."""
+"""Pixels of a picture by its header. Decoded they take four bytes each."""
 MOST_ELONGATED = 200
 """The longer side of a picture, divided by the shorter, at most."""
 BICUBIC = 3
@@ -28,7 +28,7 @@ class PictureSettings:
     """Patches of a token's height, and of its width."""
     least_pixels: int
     most_pixels: int
-    """Of a resized picture."""
+    """Most pixels of a resized picture."""
 
     @property
     def factor(self) -> int:
@@ -56,7 +56,8 @@ class PictureSettings:
 
 
 def read_settings(path: Path) -> PictureSettings:
-    """Of the checkpoint in the directory `path`. Raises CheckpointError for what is not supported."""
+    """Settings of the checkpoint in the directory `path`. Raises CheckpointError for what is not
+    supported."""
     file = path / FILE
     if not file.is_file():
         raise CheckpointError(f"{path} has no {FILE}, which says how pictures are resized; get it again")

@@ -150,5 +150,5 @@ class SimPool:
 POISON = 2**63 + 1
 """The seed of a request whose steps end their process."""
 SILENT_POISON = 2**63 + 2
-"""The same, and the process has no time to say a word."""
+"""The seed of a request whose steps end their process before it can say a word."""
 POISONS = (POISON, SILENT_POISON)

@@ -153,7 +153,7 @@ class Rank:
             self._begin()
 
     def receive(self, message: bytes) -> None:
-        """As a follower: a plan, read when those before it have been executed."""
+        """A follower gets a plan, read when those before it have been executed."""
         self._messages.append(message)
         if not self._queue:
             self._next()
@@ -193,7 +193,7 @@ class Rank:
         self._ranks.enter(self, kind, value, self._after)
 
     def _run(self, flight: SimLaunchedStep) -> RankSteps:
-        """As engine.model_runner does on each rank."""
+        """Does what engine.model_runner does on each rank."""
         plan, runner = flight.plan, self._runner
         if flight.error:
             return

@@ -101,7 +101,7 @@ class SimRunner:
         self._windows = windows
         self._last = [0] * max_slots
         self._right: dict[int, int] = {}
-        """Of each slot, how many drafts of its last row were right."""
+        """How many drafts of each slot's last row were right."""
         self._seeds = [0] * max_slots
         self._penalized: list[list[int] | None] = [None] * max_slots
         """Prompt and output, as far as sampled; None: without penalties."""
@@ -196,7 +196,7 @@ class SimRunner:
         flight.result = StepResult(plan.number, rows)
 
     def accept(self, plan: StepPlan, tokens: Sequence[tuple[int, int]]) -> None:
-        """As a follower: what rank 0 has sampled last for each slot, and how many drafts were right."""
+        """A follower learns what rank 0 has sampled last for each slot, and how many drafts were right."""
         slots = [slot for row in plan.rows for slot in row.sample]
         for slot, (token, right) in zip(slots, tokens, strict=True):
             self._last[slot], self._right[slot] = token, right

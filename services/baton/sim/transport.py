@@ -143,7 +143,7 @@ class SimPull:
             self._step()
 
     def _ready(self, pool: SimPool) -> bool:
-        """As in transport.pull_thread: the earliest step's pull comes first."""
+        """Follows transport.pull_thread: the earliest step's pull comes first."""
         if any(pull._begun for pull in self._lane):
             return False
         return pool.retired >= self._after and self is min(self._lane, key=lambda pull: pull._after)

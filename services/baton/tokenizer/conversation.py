@@ -36,7 +36,7 @@ RAW_ARGUMENTS = "raw_arguments"
 """The key under which a template sees arguments of an earlier call that are no JSON object."""
 
 MAX_PARTS = 32_768
-"""Of a message."""
+"""Parts of a message."""
 
 JsonValue = Any
 """A JSON value; what a message says may be a list of texts, and of None where an image is."""
@@ -231,7 +231,8 @@ def _check_name(given: str, field: str) -> None:
 
 
 def earlier_arguments(text: str) -> dict[str, JsonValue] | None:
-    """Of a call in the history; None: they are no JSON object: they were cut off, or come from elsewhere."""
+    """Arguments of a call in the history; None: they are no JSON object: they were cut off, or come from
+    elsewhere."""
     try:
         return _json_object("{}" if text.strip() in ("", "null") else text, "arguments")
     except BatonError:
@@ -300,7 +301,7 @@ XML tags:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""As Qwen's templates say it, after Nous Research's Hermes 2 Pro."""
+"""What Qwen's templates say, after Nous Research's Hermes 2 Pro."""
 
 
 def _plain(message: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

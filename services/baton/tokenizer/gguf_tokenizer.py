@@ -78,7 +78,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 """tokenizer.ggml.pre: what words are; each expression splits what the ones before have left whole."""
 _GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "jais")
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-"""As GPT-2's, and every digit by itself."""
+"""Models that split text like GPT-2, and every digit by itself."""
 _BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral", "tekken")
 """A text begins with the token for its beginning unless the file says otherwise."""
 _WHOLE_WORDS = (*_BEGIN, "gpt-4o", "llama4")

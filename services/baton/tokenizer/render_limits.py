@@ -13,7 +13,7 @@ import psutil
 from jinja2 import Environment, TemplateError
 
 RENDER_SECONDS = 5.0
-"""Of a thread's processor time."""
+"""Limit of a thread's processor time."""
 RENDER_BYTES = 2 * 2**30
 """By which this process may grow meanwhile."""
 CHECK_SECONDS = 0.02

@@ -81,7 +81,7 @@ class Vocabulary:
         return digest.hexdigest()
 
     def parts(self) -> Iterator[tokenizer_pb2.VocabularyPart]:
-        """As Tokenizer.Vocabulary sends it."""
+        """The vocabulary in the messages of Tokenizer.Vocabulary."""
         for start in range(0, max(1, len(self.tokens)), PART_TOKENS):
             end = min(start + PART_TOKENS, len(self.tokens))
             tokens, first_tokens = self.tokens[start:end], self.first_tokens[start:end]

@@ -151,7 +151,7 @@ class _Path:
         self._images = 0
         """That are fetched, where the prompt is computed; 0: none are waited for."""
         self._encoding: set[tuple[TimelineProcess, int]] = set()
-        """Of those: node, and the image's number there."""
+        """Images that are being encoded: node, and the image's number there."""
         self._recorded = {(p.process, p.event.attempt) for p in found.events if p.process.role == "decode"}
 
     def finished(self) -> list[TimelinePhase]:
@@ -290,7 +290,7 @@ class _Path:
         return event.kind in (EventKind.IMAGES_BEGUN, EventKind.IMAGES_ENDED, EventKind.ENCODE_ASKED)
 
     def _at_encode(self, placed: Placed) -> None:
-        """As long as any of the images is not encoded, that is what the request waits for."""
+        """While any of the images is not encoded, that is what the request waits for."""
         kind, image = placed.event.kind, (placed.process, placed.event.step)
         if kind is EventKind.RECEIVED:
             self._encoding.add(image)

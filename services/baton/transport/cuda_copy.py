@@ -92,7 +92,7 @@ class PeerPart:
     """What one rank of the peer holds of each page, mapped into this process."""
 
     first: int
-    """Its first byte in a page."""
+    """First byte in a page."""
     size: int
     """In bytes; pages lie behind one another at this distance."""
     base: cuda_runtime.Pointer

@@ -24,7 +24,7 @@ class PagePart:
     """What one rank's pool holds of each page."""
 
     first: int
-    """Its first byte in a page."""
+    """First byte in a page."""
     memory: torch.Tensor
     """uint8 [pages, bytes], contiguous, on that rank's GPU."""
 

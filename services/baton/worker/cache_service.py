@@ -36,7 +36,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         self._node = node
         self._log: TreeLog | None = None
         self._events: dict[int, TreeEvents] = {}
-        """Of each tier's tree; none: they are not followed."""
+        """Events of each tier's tree; none: they are not followed."""
         self._watchers = 0
         self._linger: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()

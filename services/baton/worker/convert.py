@@ -195,7 +195,7 @@ def tiers_to(tiers: CachedTiers) -> common_pb2.CachedTiers | None:
 
 
 def tiers_from(tiers: common_pb2.CachedTiers, most: int) -> CachedTiers:
-    """Of a prompt of `most` tokens."""
+    """Tiers of a prompt of `most` tokens."""
     found = tiers.host_tokens, tiers.disk_tokens, tiers.peer_tokens
     return CachedTiers(*(min(tokens, most) for tokens in found))
 

@@ -34,7 +34,7 @@ from baton.worker.runners import make_runner, unsuited
 _log = get_logger()
 
 KV_BYTES = 2**30
-"""Of keys and values of drafts, at most, if one whole context takes no more."""
+"""Most bytes of keys and values of drafts, if one whole context takes no more."""
 
 
 def check_draft(config: WorkerConfig) -> None:

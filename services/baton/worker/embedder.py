@@ -54,7 +54,7 @@ class Embedder:
 
     def __init__(self, config: WorkerConfig, steps: Steps[Any], info: node_pb2.ModelInfo) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
-        """Of prompts whose callers wait."""
+        """Prompts whose callers wait."""
         self._config = config
         self._steps = steps
         self._info = info

@@ -14,7 +14,7 @@ from baton.v1 import node_pb2
 
 MOST_LAYERS = 16
 MOST_BYTES = 2**16
-"""Of a prompt, if a token takes no more."""
+"""Bytes of a prompt's states, if a token takes no more."""
 _FINAL = 2**32 - 1
 """HiddenTap's FINAL in messages."""
 
@@ -48,7 +48,7 @@ class HiddenForm:
     layers: tuple[int, ...]
     """HiddenTap.layers"""
     values: int
-    """Of a token, in all layers."""
+    """Values of a token in all layers."""
     dtype: torch.dtype
 
     @classmethod

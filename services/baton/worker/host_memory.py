@@ -89,7 +89,7 @@ class HostMemory:
         self._threads.append(threading.Thread(target=self._grow, name="baton-host-memory", daemon=True))
         self.tier.page_seconds = self._measure()
         self.directory: PageDirectory | None = None
-        """Of the disk tier; None: there is none."""
+        """Page directory of the disk tier; None: there is none."""
 
     def add_disk(self, path: Path, size: int, layout: bytes) -> None:
         """Adds a disk tier of `size` bytes. `layout`: says what pages mean. Raises BatonError."""
@@ -181,7 +181,7 @@ class HostMemory:
     # --- memory -----------------------------------------------------------------------------------------
 
     def _page(self, page: int) -> memoryview:
-        """Its bytes, writable."""
+        """The page's bytes, writable."""
         slab, offset = divmod(page, self._per_slab)
         return self._slabs[slab][offset].numpy().data
 

@@ -51,10 +51,10 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     block_hashes: list[int]
-    """As Cache.Watch names pages."""
+    """Pages by their names in Cache.Watch."""
     parent_block_hash: int | None
     token_ids: list[int]
-    """Of all blocks."""
+    """Tokens of all blocks."""
     block_size: int
     lora_id: None
     medium: str
@@ -178,7 +178,7 @@ class KvEventPublisher:
                 begins, wait = True, AGAIN_SECONDS
 
     def _begin(self) -> None:
-        """Also of a new process: what readers know is another's."""
+        """Clears what readers know, which is another process', when this one is new."""
         self._send([AllBlocksCleared()])
         for tree in self._trees:
             tree.begin(self._in_steps)

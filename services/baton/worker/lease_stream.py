@@ -27,7 +27,7 @@ class LeaseStream(CallerStream):
         super().__init__(incarnation, Outbox(_merge, size_of=byte_size))
         self.names = RecentNames()
         self.chunk_groups = False
-        """As in PrefillHello."""
+        """See PrefillHello."""
         self.hidden_layers: tuple[int, ...] = ()
         """HiddenTap.layers that the caller wants with first tokens."""
 

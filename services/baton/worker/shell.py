@@ -65,7 +65,7 @@ class WorkerShell(Generic[C]):
     streams: Streams
     recorder: Recorder
     hidden_form: HiddenForm | None = None
-    """Of hidden states that a drafter here wants with first tokens; None: none does."""
+    """Form of hidden states that a drafter here wants with first tokens; None: none does."""
     lending: CacheLending
     sources: SourcePeers
 
@@ -103,7 +103,7 @@ class WorkerShell(Generic[C]):
         raise NotImplementedError
 
     def name_of(self, request: EngineRequest) -> AttemptName:
-        """As other processes know it."""
+        """The name by which other processes know the attempt."""
         raise NotImplementedError
 
     def announce_drain(self) -> None:

@@ -115,8 +115,8 @@ class Window:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """As Prometheus' `histogram_quantile`: linear inside the bucket, the highest bound for values above all.
-    counts: one more than bounds, not cumulated. None without values."""
+    """What Prometheus' `histogram_quantile` gives: linear inside the bucket, the highest bound for values
+    above all. counts: one more than bounds, not cumulated. None without values."""
     total = sum(counts)
     if not total:
         return None

@@ -15,7 +15,7 @@ class Drafter(ABC):
     with the sequence."""
 
     name = ""
-    """Of its kind, in metrics."""
+    """Name of the drafter's kind in metrics."""
     computes = False
     """Whether a guess takes a noticeable part of a step's time."""
     tap: tuple[int, ...] = ()

@@ -14,14 +14,14 @@ from baton.layers.moe import Mixture
 
 class DraftHead(Protocol):
     name: str
-    """Of its kind, in metrics."""
+    """Name of the head's kind in metrics."""
     tap: tuple[int, ...]
     """Hidden states of the model that it reads: see `layers.batch.HiddenTap.layers`."""
 
     values: int
-    """Of these a token has so many."""
+    """Number of values that a token has in these hidden states."""
     mixtures: Sequence[Mixture]
-    """Of its layers."""
+    """Mixtures of the head's layers."""
 
     @property
     def dtype(self) -> torch.dtype: ...

@@ -40,7 +40,7 @@ class HeadShape(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Of a row."""
+        """Pairs of a row."""
         return self.drafts + 1
 
 
@@ -51,7 +51,7 @@ class HeadRow:
     tokens: Sequence[int]
     """Next tokens of its pairs."""
     positions: Sequence[int]
-    """Of its pairs, in the sequence."""
+    """Positions of the row's pairs in the sequence."""
     start: int
     """Pairs that the head has had before."""
     pages: Sequence[int]

@@ -17,7 +17,7 @@ from baton.kvcache import FULL, BlockTable, KvCacheManager, PageAllocator, Prefi
 
 @dataclass(slots=True, eq=False)
 class DraftKv:
-    """Of one sequence."""
+    """Keys and values of one sequence's drafts."""
 
     slot: int
     """-1: it has made room for others."""
@@ -101,7 +101,7 @@ class DraftKvSlots:
 
 
 def slot_init(slot: int, sequence: TokenSequence) -> SlotInit:
-    """As the sequence's own, but without what only its answer needs. The grammar is not known here."""
+    """The sequence's sampling state, without what only its answer needs. The grammar is not known here."""
     request = sequence.request
     params = replace(request.params, logprobs=None, prompt_logprobs=None, grammar=None)
     prompt = request.prompt if params.penalized else ()

@@ -24,14 +24,14 @@ GUESS_WEIGHT, KIND_WEIGHT = 3.0, 8.0
 KIND_MEMORY, ROW_MEMORY = 0.99, 0.9
 """Weight of what was known after each new draft."""
 PROBE_SHARE = 0.005
-"""Of the time: spent on drafts that are not expected to pay, to notice when they would."""
+"""Share of the time that is spent on drafts that are not expected to pay, to notice when they would."""
 TIMES_MEMORY = 512
 """Steps after which a time that was not seen again is forgotten: it may have been an accident."""
 SPEED_WEIGHT, TIME_WEIGHT = 0.1, 0.05
 MAX_SURPRISE = math.log(2.0)
 """A step's time says at most that the expected one was wrong by this factor."""
 LEAST_CHANCE = 0.02
-"""Of a draft that may be taken."""
+"""Least chance of a draft that may be taken."""
 LONGEST_PAUSE = 32
 """Steps for which the drafter is not asked for a row whose drafts are not taken."""
 
@@ -254,7 +254,7 @@ class DraftLengths:
         return True
 
     def verified(self, row: RowDrafts, kind: DraftKind, count: int, right: int) -> None:
-        """Of `count` drafts the first `right` were right."""
+        """The first `right` of `count` drafts were right."""
         for at in range(min(count, right + 1)):
             self._kinds.setdefault((kind, at), _Rate()).add(at < right, KIND_MEMORY)
             row.rate.add(at < right, ROW_MEMORY)

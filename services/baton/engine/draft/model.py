@@ -47,7 +47,7 @@ class ModelDrafter(Drafter):
         going: list[tuple[DraftKv, int, int]] = []
         """What is kept of a sequence, its tokens, and how many are drafted."""
         known: list[tuple[DraftKv, list[int], int]] = []
-        """Likewise of all rows, and of how many tokens they then have keys and values."""
+        """What is kept of each row's sequence, its tokens, and how many then have keys and values."""
         for sequence, most in wanted:
             tokens = sequence.tokens
             most = min(most, self._context - len(tokens))

@@ -15,7 +15,7 @@ from baton.engine.request import Sequence as TokenSequence
 
 
 def prompt_digest(prompt: Sequence[int]) -> str:
-    """Of a prompt's token ids, as a file of continuations names it."""
+    """Digest of a prompt's token ids, by which a file of continuations names it."""
     return hashlib.sha256(np.array(prompt, "<i8").tobytes()).hexdigest()
 
 

@@ -128,7 +128,7 @@ class DraftPlanner:
             self.broken = f"the drafter failed, and rows have no drafts any more: {error!r}"
 
     def verified(self, sequence: TokenSequence, kind: DraftKind, count: int, right: int) -> None:
-        """Of `count` drafts of the sequence the first `right` were right."""
+        """The first `right` of the sequence's `count` drafts were right."""
         self.lengths.verified(sequence.row_drafts, kind, count, right)
         sequence.request.drafted_tokens += count
         sequence.request.accepted_drafts += right

@@ -46,7 +46,7 @@ class DraftSampler:
 
 
 def read_drafts(found: Sequence[Samples | KernelSamples]) -> list[tuple[list[int], list[bool]]]:
-    """Of each its tokens, and whether their logits were finite. Waits for the device, once."""
+    """Tokens of each, and whether their logits were finite. Waits for the device, once."""
     for samples in found:
         if isinstance(samples, KernelSamples):
             samples.to_host()

@@ -23,12 +23,12 @@ LEAST_MATCH = 3
 LONGEST_MATCH = 32
 """Longer matches say no more."""
 MOST_TOKENS = 8192
-"""Of a sequence, the last: about 1 MiB."""
+"""The last tokens of a sequence that are indexed: about 1 MiB."""
 OF_TREE = 8
 """Sequence.draft_kind of what the tree has; those of the own text are below it, by the length of the
 match."""
 _BITS = 21
-"""Of a token id in a key of LEAST_MATCH tokens: vocabularies are smaller than 2**21."""
+"""Bits of a token id in a key of LEAST_MATCH tokens: vocabularies are smaller than 2**21."""
 _MASK = (1 << _BITS * LEAST_MATCH) - 1
 
 
@@ -40,7 +40,7 @@ class SuffixIndex:
         self._count = 0
         """Tokens whose runs are known."""
         self._key = 0
-        """Of the last tokens among them."""
+        """Key of the last tokens among them."""
 
     def extend(self, tokens: Sequence[int]) -> int | None:
         """Learns the tokens that have been added. Returns where the last run ended before; None: nowhere."""

@@ -147,7 +147,7 @@ def _blocks_of_8_bits(
 def _blocks_of_4_bits(
     x: Array, codes: Array, scale: Array, least: Array, out: Array, add: bool, first: int, last: int
 ) -> None:
-    """The same of words of eight codes: codes [blocks, groups, words, width]."""
+    """Multiplies by words of eight codes of 4 bits: codes [blocks, groups, words, width]."""
     rows, fours = len(x), len(x) // 4 * 4
     _, groups, words, width = codes.shape
     part = np.empty((4, width), np.float32)

@@ -170,7 +170,7 @@ class DecodeCore:
             self.peers.setdefault(address, Peer(up=False, since=now))
 
     def compiled(self, key: Key, request: EngineRequest, outcome: CompiledGrammar | GrammarError) -> None:
-        """Its grammar, or why there is none. The request may have ended meanwhile."""
+        """A request's grammar is compiled, or cannot be. The request may have ended meanwhile."""
         state = self.unfinished.get(key)
         if state is None or state.request is not request:
             return

@@ -14,7 +14,7 @@ from baton.worker.decode.types import Key
 KEEP_SECONDS = 60.0
 MAX_LOGS = 1024
 MAX_BYTES = 64 * 2**20
-"""Of all logs of callers that are gone."""
+"""Bytes of all logs of callers that are gone."""
 
 Name = tuple[int, int]
 """The caller's incarnation and its request."""
@@ -35,8 +35,8 @@ class KeptLogs:
         return set(stream.logs)
 
     def take(self, name: Name, streams: Iterable[DecodeStream]) -> tuple[Key, decode_pb2.DecodeLog] | None:
-        """Of a caller that is gone, or of one of the streams, whose break may not have been noticed yet.
-        None: it is not here, or has more than an answer holds."""
+        """The log of a caller that is gone, or of one of the streams, whose break may not have been noticed
+        yet. None: it is not here, or has more than an answer holds."""
         held = self._kept.pop(name, None)
         for stream in (held[0],) if held is not None else streams:
             if stream.incarnation == name[0] and (log := stream.logs.pop(name[1], None)) is not None:

@@ -32,7 +32,7 @@ REMEMBERED = 8192
 
 
 MAX_FINISHED_BYTES = 2**18
-"""Of logs of requests that have finished."""
+"""Bytes of logs of requests that have finished."""
 MAX_LOGPROBS = 4096
 """Positions of a choice that a log keeps: with 20 alternatives 2 MB. What has more cannot be taken over."""
 
@@ -52,8 +52,8 @@ class DecodeStream(CallerStream):
         self._urgent: set[int] = set()  # requests whose unsent messages do not wait
         self._news = asyncio.Event()  # set: the outbox holds something urgent
         self.logs: dict[int, decode_pb2.DecodeLog] = {}
-        """Of requests with `keep_log` that run or have just finished: what has been sent may be lost with the
-        caller."""
+        """Logs of requests with `keep_log` that run or have just finished: what has been sent may be lost
+        with the caller."""
         self._finished_logs: deque[tuple[int, int]] = deque()  # their requests and sizes, oldest first
         self.orphaned = False
         """The caller is gone, and requests of it go on."""

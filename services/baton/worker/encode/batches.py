@@ -25,7 +25,7 @@ from baton.worker.images.picture_client import Pixels
 from baton.worker.load import add_encoding
 
 BATCH_TOKENS = 8192
-"""Of the images of a batch, but that one image is always taken."""
+"""Tokens of a batch's images; one image is always taken."""
 
 _log = get_logger()
 
@@ -42,9 +42,9 @@ class _Waiting:
     image: ImageSpan
     pixels: Pixels
     notes: list[Note]
-    """Of all who ask for the image; more may come."""
+    """Notes of all who ask for the image; more may come."""
     done: asyncio.Future[None]
-    """Its embeddings are in the pool."""
+    """Done when the image's embeddings are in the pool."""
 
 
 class EncodeBatches:
@@ -71,7 +71,7 @@ class EncodeBatches:
         self.counters = EncodeCounters(timed=meter.add)
 
     async def lend(self, image: ImageSpan, source: ImageSource, seconds: float, note: Note) -> EmbeddingLease:
-        """Its embeddings. To be given back to the pool. Raises BatonError."""
+        """Lends an image's embeddings, to be given back to the pool. Raises BatonError."""
         lease = self._pool.lend(image)
         if lease is not None:
             self.counters.hits += 1

@@ -24,7 +24,7 @@ class StoredEmbeddings:
 
     digest: bytes
     shape: tuple[int, int, int]
-    """As VisionTower.encode has them."""
+    """Shape of the embeddings of VisionTower.encode."""
     nbytes: int
     pages: list[int]
     leases: list[EmbeddingLease] = field(default_factory=list)

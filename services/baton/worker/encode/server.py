@@ -41,7 +41,7 @@ POLL_SECONDS = 0.02
 IMAGE_SECONDS = 30.0
 """The longest that an image may take whose caller names no limit."""
 MOST_TOKENS = 2**18
-"""Of an image."""
+"""Tokens of an image."""
 PAGE_TOKENS = 16
 """Whose embeddings a page has room for."""
 
@@ -67,7 +67,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         self._page_source = PageSourceServicer()
         self._tower = ""
         self._numbers = count(1)
-        """Of the images that are asked for."""
+        """Numbers of the images that are asked for."""
         self._info = node_pb2.ModelInfo(images=True)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:

@@ -24,7 +24,7 @@ class EncodeChoice:
         """`own`: of batches that are encoded here."""
         self.own = own
         self.pulls = PullMeter()
-        """Of embeddings, from all encode nodes."""
+        """Pulls of embeddings from all encode nodes."""
         self.queued = 0
         """Tokens of images that are to be encoded here."""
         self._here = False
@@ -44,7 +44,7 @@ class EncodeChoice:
 
 
 def measure_encoding(tower: VisionTower, device: torch.device) -> PullMeter:
-    """Of images of several sizes, each encoded twice: the first run warms up. Blocks for a second, about."""
+    """Encodes images of several sizes, each twice: the first run warms up. Blocks for a second, about."""
     meter = PullMeter()
     for side in SIDES:
         pixels = side * tower.patch * tower.merge

@@ -20,7 +20,7 @@ from baton.worker.images.encoder_client import NOBODY, Asker, EncoderClient
 from baton.worker.images.picture_client import PictureClient
 
 ROOM_BYTES = 2 * 2**30
-"""Of contents that requests hold, or that are on their way."""
+"""Bytes of contents that requests hold, or that are on their way."""
 
 
 class Spawn(Protocol):
@@ -160,7 +160,7 @@ class ImageContents:
             await self._encoders.close()
 
     def _bytes(self, image: ImageSpan, source: ImageSource) -> int:
-        """Of its pixels, or of what encode nodes may make of them."""
+        """Bytes of an image's pixels, or of what encode nodes may make of them."""
         pixels = 3 * self._side**2
         return image.rows * image.columns * (max(pixels, self._embedding) if source.encoders else pixels)
 
@@ -170,7 +170,7 @@ class ImageContents:
             self._loop.call_soon_threadsafe(function, number)
 
     def _queue(self, tokens: int) -> None:
-        """Of images that are to be encoded here."""
+        """Counts tokens of images that are to be encoded here."""
         if self._encoders is not None:
             self._encoders.choice.queued += tokens
 

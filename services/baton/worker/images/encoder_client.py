@@ -52,7 +52,7 @@ class Asker:
 
     name: AttemptName
     trace: str = ""
-    """Its trace context; empty: it is not traced."""
+    """Trace context of the request; empty: it is not traced."""
 
 
 NOBODY = Asker(AttemptName(0, 0, 0, 0))
@@ -80,8 +80,9 @@ class EncoderClient:
         """When nodes last failed."""
 
     async def fetch(self, image: ImageSpan, source: ImageSource, asker: Asker) -> torch.Tensor | None:
-        """As `VisionTower.encode` has them; None: no node could, or it is sooner here. Images are divided
-        among the nodes by their digests, so that one that comes again meets the node that knows it."""
+        """Embeddings in the form of `VisionTower.encode`; None: no node could, or it is sooner here. Images
+        are divided among the nodes by their digests, so that one that comes again meets the node that knows
+        it."""
         first = sum(image.digest) % len(source.encoders)
         for address in (*source.encoders[first:], *source.encoders[:first]):
             if time.monotonic() - self._failed.get(address, -AVOID_SECONDS) < AVOID_SECONDS:

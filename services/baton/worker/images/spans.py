@@ -56,7 +56,7 @@ def check_spans(
 
 
 def spans_from(images: Iterable[common_pb2.PromptImage]) -> tuple[ImageSpan, ...]:
-    """Of checked images."""
+    """Spans of checked images."""
     return tuple(ImageSpan(each.start, each.rows, each.columns, each.digest) for each in images)
 
 

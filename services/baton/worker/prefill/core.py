@@ -206,7 +206,7 @@ class PrefillCore:
     def compiled(
         self, name: AttemptName, request: EngineRequest, outcome: CompiledGrammar | GrammarError
     ) -> None:
-        """Its grammar, or why there is none. The attempt may have ended meanwhile."""
+        """An attempt's grammar is compiled, or cannot be. The attempt may have ended meanwhile."""
         attempt = self.leases.running.get(name)
         if attempt is None or attempt.request is not request:
             return

@@ -102,7 +102,7 @@ def _store(shard: Shard, rendezvous: Rendezvous, limit: timedelta, listener: soc
 def meet_on_gpus(
     shard: Shard, rendezvous: Rendezvous, seconds: float, device: torch.device
 ) -> DeviceCommunicator:
-    """As GroupCommunicator, on this rank's device, which it may share. Raises CollectiveError."""
+    """A GroupCommunicator on this rank's device, which it may share. Raises CollectiveError."""
     from baton.worker.ranks.peer_memory import PeerCommunicator
 
     with _meeting():

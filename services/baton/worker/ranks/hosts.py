@@ -32,7 +32,7 @@ from baton.worker.ranks.messages import Setup
 from baton.worker.ranks.rendezvous import JOIN_SECONDS, PAGES, PLANS, RETRY_SECONDS, Join, join, versions
 
 EXIT_REFUSED, EXIT_BROKEN = 2, 70
-"""As of other processes: it could not start; a rank was lost."""
+"""Exit codes of all processes: it could not start; a rank was lost."""
 NAME_SECONDS = 30.0
 """How long rank 0 waits until its own host's name is known. Others wait for it, and for its name, when they
 join."""

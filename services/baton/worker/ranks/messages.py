@@ -20,7 +20,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     """The process that starts it."""
     config: WorkerConfig
     address: str = "127.0.0.1"
-    """Of this host, for other ranks' connections."""
+    """Address of this host for other ranks' connections."""
     cluster: ClusterCredentials | None = None
     """Credentials to join rank 0 with."""
 

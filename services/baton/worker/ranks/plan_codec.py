@@ -17,7 +17,7 @@ Table = tuple[int, ...]
 Tables = tuple[Table, ...]
 """One a KV group."""
 Changes = tuple[tuple[int, Table], ...]
-"""Of each table how many of its first pages stay, and those that follow."""
+"""How many of each table's first pages stay, and those that follow."""
 
 
 class RowMessage(msgspec.Struct, array_like=True, gc=False):
@@ -108,7 +108,7 @@ class PlanEncoder:
         return row.slot, row.start, changes, row.sample, tokens, wanted, pooled, *more
 
     def _changed(self, row: PlanRow) -> list[tuple[int, Table]] | None:
-        """Of each table how many of its first pages stay, and those that follow; None: all stay."""
+        """How many of each table's first pages stay, and those that follow; None: all stay."""
         before = self._sent.get(row.slot)
         if before == row.tables:
             return None

@@ -43,7 +43,7 @@ LEAST_PULL_SECONDS = 1.0
 UNKNOWN_PULL_SECONDS = 5.0
 """What a pull may take while the time of steps is not known."""
 FIRST_COST = PullCost(fixed=0.003, token=1e-5)
-"""Of borrowing, until some has been measured."""
+"""Cost of borrowing until some has been measured."""
 KNOWN_SECONDS = 30.0
 """A measured cost is forgotten after this time without a new one: a bad moment must not end borrowing."""
 
@@ -187,7 +187,7 @@ class Borrower:
 
     @property
     def cost(self) -> PullCost:
-        """Of borrowing, as it has been measured lately."""
+        """Cost of borrowing as measured lately."""
         known = self._recorder.clock() - self._measured < KNOWN_SECONDS
         return (self._meter.cost if known else None) or FIRST_COST
 
@@ -326,7 +326,7 @@ class Borrower:
         """What had been given up is not waited for."""
 
     def _give_up(self, borrowing: Borrowing) -> None:
-        """Its pages are the tree's now, or nobody's; a pull that still runs keeps them until its end."""
+        """The pages are the tree's now, or nobody's; a pull that still runs keeps them until its end."""
         wanted = self._wanted.get(borrowing.request)
         if wanted is not None:
             wanted.running = None

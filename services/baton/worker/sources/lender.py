@@ -62,7 +62,7 @@ class CacheLender:
         most = int(MOST_LENT * self._cache.counts().total)
         self.leases: Leases[CacheLease] = Leases(self._cache, grace=grace, max_pages=most)
         self.lent_pages = 0
-        """Of leases that were released."""
+        """Pages of leases that were released."""
         self._asked: list[AskedPrompt] = []
 
     def lend(
