@@ -20,8 +20,8 @@ from types import TracebackType
 import psutil
 from process import Process
 
+from baton.authentication.cluster import HEADER
 from baton.client import Client
-from baton.rpc.authentication import HEADER
 from baton.v1 import node_pb2
 
 STEP_COST = Path(tempfile.gettempdir()) / f"baton-tests-{os.getpid()}.step-cost"

@@ -27,7 +27,7 @@ from fuzzing.strangers import every_door
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from baton.rpc.authentication import HEADER
+from baton.authentication.cluster import HEADER
 
 TESTS = Path(__file__).parent.parent
 CORPUS = TESTS / "fuzz_corpus"

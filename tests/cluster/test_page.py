@@ -25,8 +25,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from baton.api.page.window import QUANTILES, quantile
+from baton.authentication.cluster import HEADER
 from baton.client import Client
-from baton.rpc.authentication import HEADER
 
 pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),

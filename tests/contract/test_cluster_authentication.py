@@ -20,11 +20,17 @@ from prometheus_client import CollectorRegistry
 from test_node import EchoNode, Running, encode
 
 import certificates
+from baton.authentication.cluster import (
+    HEADER,
+    ClusterAuthentication,
+    ClusterCredentials,
+    ClusterTls,
+    check_address,
+)
 from baton.cli.health import check
 from baton.config import NodeConfig
-from baton.rpc import authentication, http_server
+from baton.rpc import http_server
 from baton.rpc.address import is_loopback
-from baton.rpc.authentication import HEADER, ClusterCredentials, ClusterTls
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import BatonError, from_rpc_error
 from baton.rpc.http_server import HttpServer, listen, metrics_app
@@ -256,14 +262,12 @@ async def test_a_reachable_address_needs_a_secret_or_a_word(capsys, monkeypatch,
     secret = secret_file(tmp_path)
     in_clear = NodeConfig(cluster_secret_file=secret, cluster_secret_in_clear=True)
     for config in (in_clear, NodeConfig(insecure=True)):
-        guard = authentication.ClusterAuthentication(ClusterCredentials.load(config))
-        authentication.check_address(host, guard, config.insecure)
+        guard = ClusterAuthentication(ClusterCredentials.load(config))
+        check_address(host, guard, config.insecure)
     with pytest.raises(BatonError):
-        authentication.check_address(host, authentication.ClusterAuthentication(ClusterCredentials()), False)
+        check_address(host, ClusterAuthentication(ClusterCredentials()), False)
     with pytest.raises(BatonError, match="--cluster-secret-in-clear"):
-        authentication.check_address(
-            host, authentication.ClusterAuthentication(ClusterCredentials(SECRET)), False
-        )
+        check_address(host, ClusterAuthentication(ClusterCredentials(SECRET)), False)
 
 
 def test_the_secret_leaves_this_machine_over_tls_only():

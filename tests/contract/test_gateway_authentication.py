@@ -18,13 +18,13 @@ from scripted_decode import ScriptedDecode, endless, saying
 
 import certificates
 from baton.api.server import serve
+from baton.authentication import api_keys
+from baton.authentication.api_keys import ApiKeys, Limits
+from baton.authentication.cluster import HEADER
 from baton.client import AsyncClient, BatonError, Client
 from baton.config import GatewayConfig
-from baton.gateway import authentication
-from baton.gateway.authentication import ApiKeys, Limits
 from baton.gateway.gateway import Gateway
 from baton.rpc import http_server
-from baton.rpc.authentication import HEADER
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error, from_status
 from baton.v1 import inference_pb2, node_pb2, node_pb2_grpc
@@ -136,7 +136,7 @@ async def test_what_stays_open_tells_nothing(tmp_path):
 
 
 async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(authentication, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(api_keys, "CHECK_SECONDS", 0.0)
     path = key_file(tmp_path)
     async with ScriptedDecode(saying([40])) as decode, gateway(decode, api_keys=path) as rig:
         stream = rig.stub.Generate(metadata=bearer(ALICE))
@@ -157,7 +157,7 @@ async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
             assert await ask(rig.node.address, BOB)
             with pytest.raises(BatonError):
                 await ask(rig.node.address, ALICE)
-        monkeypatch.setattr(authentication, "CHECK_SECONDS", 1000.0)
+        monkeypatch.setattr(api_keys, "CHECK_SECONDS", 1000.0)
         replace(path, f"{ALICE}\n")
         with pytest.raises(BatonError):
             await ask(rig.node.address, ALICE)  # nobody has looked

@@ -14,9 +14,9 @@ from scripted_decode import LENGTH, ScriptedDecode, endless, silent
 from test_inference_faults import failure
 from test_resume import speaking
 
+from baton.authentication.resume_ticket import TicketSeal
 from baton.client import AsyncClient, BatonError, Client
 from baton.config import DecodeConfig
-from baton.gateway.resume_ticket import TicketSeal
 from baton.rpc.channel import open_channel
 from baton.rpc.node import run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc

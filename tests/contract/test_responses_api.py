@@ -15,7 +15,7 @@ from baton.api.compaction import CompactAnswer, CompactRequest, compact_start
 from baton.api.response_store import ENTRY_BYTES, ResponseStore
 from baton.api.responses_items import input_messages
 from baton.api.responses_protocol import ResponsesRequest
-from baton.gateway.authentication import ApiKey, Limits
+from baton.authentication.api_keys import ApiKey, Limits
 from baton.v1 import inference_pb2
 
 TOOL = {

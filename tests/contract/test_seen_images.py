@@ -24,13 +24,13 @@ from openai import AsyncOpenAI
 from PIL import Image
 from scripted_decode import STOP, ScriptedDecode, saying
 
+from baton.authentication.cluster import HEADER, ClusterAuthentication, ClusterCredentials
 from baton.cli.main import cli
 from baton.client import AsyncClient
 from baton.config import GatewayConfig
 from baton.gateway.media_fetch import MediaFetcher
 from baton.gateway.pictures import PictureStore
 from baton.gateway.pictures_server import PicturesServer
-from baton.rpc.authentication import HEADER, ClusterAuthentication, ClusterCredentials
 from baton.rpc.channel import open_channel
 from baton.v1 import inference_pb2, pictures_pb2, pictures_pb2_grpc, tokenizer_pb2
 from vision_models import IMAGE_TOKEN, TOKENIZER_VOCAB, processor, save_vision_config

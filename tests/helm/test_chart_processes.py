@@ -9,11 +9,11 @@ import pytest
 from chart import NAMESPACE, member
 from processes import POD_IP, mounted, relocated, secret_of, settings, variables
 
+from baton.authentication.cluster import ClusterAuthentication, ClusterCredentials, check_address
+from baton.authentication.gateway import GatewayAuthentication
 from baton.cli.config_fields import ROLES, fields_of
 from baton.cli.health import health
 from baton.discovery.dns import parse_name
-from baton.gateway.authentication import GatewayAuthentication
-from baton.rpc.authentication import ClusterAuthentication, ClusterCredentials, check_address
 from baton.worker.ranks.hosts import check_hosts
 
 STOP_SECONDS = 15.0

@@ -15,8 +15,8 @@ from baton.api.page.app import STATIC, PageApp
 from baton.api.page.feed import Feed
 from baton.api.page.frames import process_json
 from baton.api.page.processes import WatchedProcess
+from baton.authentication.gateway import GatewayAuthentication
 from baton.config import GatewayConfig
-from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.v1 import node_pb2
 

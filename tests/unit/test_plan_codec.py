@@ -14,12 +14,12 @@ from typing import get_args
 import msgspec
 import pytest
 
+from baton.authentication.cluster import ClusterCredentials, ClusterTls
 from baton.config import DecodeConfig, WorkerConfig
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
 from baton.kvcache import NO_PAGE
 from baton.layers.tensor_parallel import Shard
-from baton.rpc.authentication import ClusterCredentials, ClusterTls
 from baton.worker.ranks.channel import Channel, ChannelClosed, ChannelError
 from baton.worker.ranks.messages import End, Failed, Loaded, MakePool, Meet, Message, Ready, Setup, Started
 from baton.worker.ranks.plan_codec import PlanDecoder, PlanEncoder

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import certificates
+from baton.authentication.cluster import ClusterCredentials, ClusterTls
 from baton.config import DecodeConfig
 from baton.layers.tensor_parallel import Shard
-from baton.rpc.authentication import ClusterCredentials, ClusterTls
 from baton.rpc.errors import BatonError
 from baton.transport import HostPages, TransportError
 from baton.worker.ranks.channel import Channel, ChannelClosed, ChannelError

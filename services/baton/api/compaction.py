@@ -13,7 +13,7 @@ from baton.api.responses_answers import usage_of
 from baton.api.responses_items import BREAK, compacted
 from baton.api.responses_protocol import ConversationRequest, add_messages
 from baton.api.typed_events import TypedAnswer
-from baton.gateway.authentication import ApiKey
+from baton.authentication.api_keys import ApiKey
 from baton.gateway.chat_tokens import encode_chat
 from baton.gateway.gateway import Gateway
 from baton.parsers.registry import REASONING_PARSERS

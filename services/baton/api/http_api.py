@@ -41,8 +41,8 @@ from baton.api.responses_api import add_responses
 from baton.api.scores_api import add_scores
 from baton.api.stream_positions import TICKET_HEADER
 from baton.api.tokenize_api import add_tokens
+from baton.authentication.gateway import GatewayAuthentication
 from baton.gateway.admission import check_model
-from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.tool_grammars import unenforced
 from baton.rpc.errors import BatonError

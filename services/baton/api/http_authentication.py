@@ -12,8 +12,9 @@ from baton.api import http_errors
 from baton.api.http_record import REFUSAL
 from baton.api.openai_errors import ApiError, from_baton
 from baton.api.traces_http import TRACES_PATH
-from baton.gateway.authentication import ApiKey, GatewayAuthentication
-from baton.rpc.authentication import bearer
+from baton.authentication.api_keys import ApiKey
+from baton.authentication.gateway import GatewayAuthentication
+from baton.authentication.interceptor import bearer
 from baton.rpc.errors import BatonError
 from baton.rpc.http_server import authorization
 

@@ -15,7 +15,7 @@ from baton.api.openai_fields import Json
 from baton.api.openai_protocol import CommonRequest
 from baton.api.own_usage import add_own, own_figures
 from baton.api.stream_positions import StreamPosition
-from baton.gateway.authentication import ApiKey
+from baton.authentication.api_keys import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.request import GatewayRequest
 from baton.rpc.errors import from_status

@@ -12,13 +12,13 @@ import grpc.aio
 
 from baton.api.http_api import make_app
 from baton.api.page.app import PageApp
+from baton.authentication.gateway import GatewayAuthentication
+from baton.authentication.interceptor import as_mapping
 from baton.config import GatewayConfig
-from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.grpc_inference import WRITE_SECONDS, InferenceServicer
 from baton.gateway.traces import TRACES, TracesServicer
 from baton.rpc.address import is_loopback, join_address, peer_host
-from baton.rpc.authentication import as_mapping
 from baton.rpc.bind import bind_http, host_and_port
 from baton.rpc.errors import BatonError, failed_precondition
 from baton.rpc.http_server import HttpServer

@@ -16,9 +16,9 @@ from typing import Any
 import grpc.aio
 import uvloop
 
+from baton.authentication.client_credentials import ClientCredentials
 from baton.bench.workload import Job, Workload
 from baton.rpc.channel import open_channel
-from baton.rpc.client_credentials import ClientCredentials
 from baton.rpc.client_stream import ClientStream
 from baton.rpc.errors import BatonError, from_status
 from baton.slo import RequestTimes

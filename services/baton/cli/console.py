@@ -21,12 +21,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from baton.authentication.client_credentials import CA_VARIABLE, KEY_VARIABLE
 from baton.cli.config_fields import fields_of
 from baton.cli.options import fail
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
 from baton.config import NodeConfig
-from baton.rpc.client_credentials import CA_VARIABLE, KEY_VARIABLE
 from baton.slo import tpot
 
 UNLIMITED = 1000

@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.authentication.client_credentials import ClientCredentials
+from baton.authentication.cluster import ClusterCredentials
 from baton.cli import local_secret
 from baton.cli.config_fields import fields_of
 from baton.config import NodeConfig
-from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.channel import open_channel
-from baton.rpc.client_credentials import ClientCredentials
 
 CLUSTER_FIELDS = ("cluster_secret_file", "cluster_cert", "cluster_key", "cluster_ca", "cluster_tls_name")
 

@@ -14,9 +14,9 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from baton.authentication.private_files import read_secret, write_private
 from baton.cli.surroundings import private_folder, temporary_folder
 from baton.rpc.address import is_loopback, split_address
-from baton.rpc.authentication import read_secret, write_private
 from baton.rpc.errors import BatonError, failed_precondition
 
 

@@ -16,6 +16,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from baton.authentication.cluster import check_address
+from baton.authentication.gateway import GatewayAuthentication
 from baton.bench.machine import DRIVER
 from baton.cli.config_fields import ROLES, fields_of, given, read_config
 from baton.cli.console import run_command
@@ -46,9 +48,7 @@ from baton.config import (
     WorkerConfig,
     served_names,
 )
-from baton.gateway.authentication import GatewayAuthentication
 from baton.rpc.address import loopback
-from baton.rpc.authentication import check_address
 from baton.rpc.bind import bind_problem
 from baton.rpc.errors import BatonError
 

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 import grpc.aio
 
+from baton.authentication.client_credentials import ClientCredentials
 from baton.client.closed import Closed
 from baton.client.messages import (
     Collector,
@@ -33,7 +34,6 @@ from baton.client.types import (
     Model,
 )
 from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
-from baton.rpc.client_credentials import ClientCredentials
 from baton.rpc.client_stream import ClientStream, retrieve
 from baton.rpc.errors import BatonError, from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import grpc
 
+from baton.authentication.client_credentials import ClientCredentials
 from baton.client.closed import Closed
 from baton.client.messages import (
     Collector,
@@ -32,7 +33,6 @@ from baton.client.types import (
     Model,
 )
 from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, client_options
-from baton.rpc.client_credentials import ClientCredentials
 from baton.rpc.errors import BatonError, from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc
 

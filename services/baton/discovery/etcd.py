@@ -17,11 +17,11 @@ from itertools import cycle
 import grpc
 import grpc.aio
 
+from baton.authentication.private_files import read_private, read_public
 from baton.config import NodeConfig
 from baton.etcd import rpc_pb2 as pb
 from baton.etcd import rpc_pb2_grpc as rpc
 from baton.rpc.address import is_loopback, join_address
-from baton.rpc.authentication import read_private, read_public
 from baton.rpc.channel import open_channel
 from baton.rpc.client_stream import ClientStream
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, invalid, unavailable

@@ -5,6 +5,5 @@ decode nodes.
 I/O: `token_log.py` (a request's output), `resume.py` (at which decode node a request runs), `routing.py`
 (which nodes), `split_decision.py` (split or local), `prompts.py` (sessions), `admission.py` (checks before
 any work starts). `grpc_inference.py` serves gRPC, `decode_client.py` and `tokenizer_client.py` are its peers,
-`worker_registry.py` the workers that there are. `tool_grammars.py` enforces tool calls, `authentication.py`
-checks callers and their limits.
+`worker_registry.py` the workers that there are. `tool_grammars.py` enforces tool calls.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.gateway.authentication import ApiKey
+from baton.authentication.api_keys import ApiKey
 from baton.gateway.pictures import PictureLease
 from baton.gateway.prompt_images import find_images, read_images, with_images, without_files
 from baton.gateway.shell import GatewayShell

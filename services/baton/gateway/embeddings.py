@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from baton.authentication.api_keys import ApiKey
 from baton.gateway import admission
-from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.recorded_calls import recorded_call
 from baton.rpc.errors import BatonError

@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc.aio
 
+from baton.authentication.cluster import ClusterAuthentication, ClusterCredentials
+from baton.authentication.resume_ticket import TicketSeal
 from baton.config import GatewayConfig
 from baton.gateway.decode_client import DecodeClient
 from baton.gateway.embedding_client import EmbeddingClient
 from baton.gateway.pictures_server import PicturesServer
 from baton.gateway.probe import Prober
 from baton.gateway.request_log import EndedRequest, RequestLog
-from baton.gateway.resume_ticket import TicketSeal
 from baton.gateway.runtime import DecodeLink
 from baton.gateway.shell import GatewayShell, RunningRequest
 from baton.gateway.tokenizer_client import TokenizerClient
@@ -23,7 +24,6 @@ from baton.gateway.traces import Traces
 from baton.gateway.worker_registry import CacheWatch
 from baton.parsers.registry import check_names
 from baton.rpc.address import new_incarnation
-from baton.rpc.authentication import ClusterAuthentication, ClusterCredentials
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.link import Link

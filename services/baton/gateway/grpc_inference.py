@@ -10,8 +10,10 @@ from typing import Any
 
 import grpc
 
+from baton.authentication.api_keys import ApiKey
+from baton.authentication.gateway import GatewayAuthentication
+from baton.authentication.interceptor import as_mapping
 from baton.gateway import admission
-from baton.gateway.authentication import ApiKey, GatewayAuthentication
 from baton.gateway.backpressure import WriteMessage, limited
 from baton.gateway.delta_pieces import pieces
 from baton.gateway.embeddings import embed
@@ -20,7 +22,6 @@ from baton.gateway.grpc_single_request import SingleRequest
 from baton.gateway.prompts import GatewaySession
 from baton.gateway.request import GatewayRequest
 from baton.rpc.address import peer_host
-from baton.rpc.authentication import as_mapping
 from baton.rpc.errors import BatonError, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
 from baton.rpc.message_size import check_embeddings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+from baton.authentication.api_keys import ApiKey
 from baton.gateway import admission
-from baton.gateway.authentication import ApiKey
 from baton.gateway.delta_pieces import pieces
 from baton.gateway.gateway import Gateway
 from baton.gateway.request import GatewayRequest

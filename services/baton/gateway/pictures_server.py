@@ -8,11 +8,12 @@ from typing import Any
 
 import grpc.aio
 
+from baton.authentication.cluster import ClusterAuthentication
+from baton.authentication.interceptor import AuthenticationInterceptor
 from baton.config import GatewayConfig
 from baton.discovery.etcd import seen_from
 from baton.gateway.pictures import PictureStore
 from baton.rpc.address import join_address, split_address
-from baton.rpc.authentication import AuthenticationInterceptor, ClusterAuthentication
 from baton.rpc.bind import bind_grpc
 from baton.rpc.channel import server_options
 from baton.rpc.errors import not_found

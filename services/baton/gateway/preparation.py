@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.authentication.api_keys import ApiKey
 from baton.gateway import admission
-from baton.gateway.authentication import ApiKey
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
 from baton.gateway.pictures import PictureLease

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.gateway.authentication import ApiKey
+from baton.authentication.api_keys import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.request_log import EndedRequest
 from baton.rpc.errors import BatonError, internal

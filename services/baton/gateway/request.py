@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from baton.gateway.authentication import ApiKey
+from baton.authentication.api_keys import ApiKey
 from baton.gateway.backpressure import SlowReader
 from baton.gateway.decode_client import DecodeClient
 from baton.gateway.metrics import RequestTimer

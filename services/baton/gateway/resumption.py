@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import msgspec
 
-from baton.gateway.authentication import ApiKey
+from baton.authentication.api_keys import ApiKey
+from baton.authentication.resume_ticket import ResumeTicket
 from baton.gateway.preparation import Prepared
-from baton.gateway.resume_ticket import ResumeTicket
 from baton.gateway.shell import GatewayShell
 from baton.gateway.token_log import ChoiceLog, TokenLog
 from baton.rpc.errors import BatonError, failed_precondition, internal, invalid

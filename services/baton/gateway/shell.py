@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Protocol
 
+from baton.authentication.api_keys import ApiKey
+from baton.authentication.resume_ticket import TicketSeal
 from baton.config import GatewayConfig, served_names
 from baton.gateway import admission
-from baton.gateway.authentication import ApiKey
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.decode_client import DecodeClient
 from baton.gateway.media_fetch import MediaFetcher
@@ -19,7 +20,6 @@ from baton.gateway.pictures import PictureStore
 from baton.gateway.prompts import GatewaySession, prompt_for_log
 from baton.gateway.request_log import EndedRequest
 from baton.gateway.resume import ResumePolicy
-from baton.gateway.resume_ticket import TicketSeal
 from baton.gateway.routing import RequestRouting, Router
 from baton.gateway.runtime import GatewayRuntime
 from baton.gateway.split_decision import Split

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.authentication.cluster import ClusterAuthentication, check_address
 from baton.rpc.address import join_address, split_address
-from baton.rpc.authentication import ClusterAuthentication, check_address
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.http_server import listen
 

@@ -21,8 +21,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from baton.authentication.cluster import same
+from baton.authentication.interceptor import bearer
 from baton.rpc.address import family_of, is_own_host
-from baton.rpc.authentication import bearer, same
 from baton.rpc.metrics import exposition
 from baton.rpc.tasks import wait_at_most
 
@@ -155,7 +156,7 @@ def opens(given: str, *secrets: str) -> bool:
 
 
 def authorization(headers: Headers) -> str:
-    """All `authorization` headers as one value (see rpc.authentication.as_mapping), so that two
+    """All `authorization` headers as one value (see authentication.interceptor.as_mapping), so that two
     credentials are refused."""
     return ",".join(headers.getlist("authorization"))
 

@@ -14,15 +14,11 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 import baton
+from baton.authentication.cluster import ClusterAuthentication, ClusterCredentials, read_metrics_token
+from baton.authentication.interceptor import AuthenticationInterceptor
 from baton.config import NodeConfig
 from baton.rpc import logs, reflection
 from baton.rpc.address import is_loopback, join_address
-from baton.rpc.authentication import (
-    AuthenticationInterceptor,
-    ClusterAuthentication,
-    ClusterCredentials,
-    read_metrics_token,
-)
 from baton.rpc.bind import bind_grpc, bind_http, host_and_port
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.errors import BatonError, OnRefused

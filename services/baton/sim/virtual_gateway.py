@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from baton.authentication.api_keys import ApiKey, Limits
 from baton.config import GatewayConfig
-from baton.gateway.authentication import ApiKey, Limits
 from baton.gateway.shell import GatewayShell
 from baton.gateway.tokenizer_client import TokenizerClient
 from baton.sim.tasks import Task, sleep

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
+from baton.authentication.cluster import ClusterCredentials
 from baton.config import WorkerConfig
 from baton.discovery.etcd import Registration, register
 from baton.engine.image_spans import ImageSpan
@@ -18,7 +19,6 @@ from baton.engine.step_loop import StepLoop
 from baton.grammar.base import CompiledGrammar, GrammarError, GrammarSpec
 from baton.kvcache.page_map import page_map
 from baton.rpc.address import new_incarnation
-from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.errors import BatonError, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks

@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.authentication.cluster import ClusterAuthentication
 from baton.config import DecodeConfig, PrefillConfig, WorkerConfig
-from baton.rpc.authentication import ClusterAuthentication
 from baton.rpc.errors import BatonError, abort, failed_precondition, invalid_field, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node

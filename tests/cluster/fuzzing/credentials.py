@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.rpc.authentication import HEADER
+from baton.authentication.cluster import HEADER
 from fuzzing.talk import Headers
 
 AUTHORIZATION = "authorization"

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api.http_record import client_of
 from baton.api.page.feed import Feed
-from baton.gateway.authentication import GatewayAuthentication
+from baton.authentication.gateway import GatewayAuthentication
+from baton.authentication.interceptor import bearer
 from baton.gateway.gateway import Gateway
-from baton.rpc.authentication import bearer
 from baton.rpc.errors import BatonError
 from baton.rpc.http_server import UNBUFFERED, authorization
 

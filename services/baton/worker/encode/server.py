@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 import torch
 
+from baton.authentication.cluster import ClusterAuthentication, ClusterCredentials
 from baton.config import EncodeConfig
 from baton.discovery.etcd import Registration, register
 from baton.engine.image_spans import ImageSource
@@ -20,7 +21,6 @@ from baton.engine.images import EmbeddingCache
 from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.vision import load_tower, tower_fingerprint
 from baton.rpc.address import new_incarnation
-from baton.rpc.authentication import ClusterAuthentication, ClusterCredentials
 from baton.rpc.errors import BatonError, deadline_exceeded, failed_precondition, invalid, unavailable
 from baton.rpc.message_size import PIECE_BYTES
 from baton.rpc.node import run_node

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from baton.authentication.cluster import ClusterCredentials
 from baton.config import WorkerConfig
 from baton.layers.tensor_parallel import Shard
-from baton.rpc.authentication import ClusterCredentials
 from baton.worker.ranks.channel import Channel, ChannelError
 from baton.worker.ranks.messages import End, Failed, Message, Setup
 

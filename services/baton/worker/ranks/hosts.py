@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
+from baton.authentication.cluster import ClusterCredentials
 from baton.config import WorkerConfig
 from baton.layers.tensor_parallel import Shard
 from baton.rpc import logs
 from baton.rpc.address import is_loopback, split_address
-from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.transport import reap_orphans
 from baton.worker.model import device_of, sized

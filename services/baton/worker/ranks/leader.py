@@ -16,12 +16,12 @@ import msgspec
 import psutil
 import torch
 
+from baton.authentication.cluster import ClusterCredentials
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.kv_pool import PoolLayout
 from baton.layers.tensor_parallel import ONE_RANK, Communicator, Shard
 from baton.rpc.address import family_of
-from baton.rpc.authentication import ClusterCredentials
 from baton.rpc.errors import invalid
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from baton.authentication.cluster import ClusterCredentials
 from baton.config import WorkerConfig
 from baton.layers.tensor_parallel import Shard
-from baton.rpc.authentication import ClusterCredentials
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):

@@ -28,8 +28,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 import baton
+from baton.authentication.cluster import ClusterCredentials, ClusterTls, same
 from baton.rpc.address import family_of, join_address
-from baton.rpc.authentication import ClusterCredentials, ClusterTls, same
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.worker.ranks.channel import Channel, ChannelError

@@ -16,7 +16,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from baton.gateway.authentication import ApiKey
+from baton.authentication.api_keys import ApiKey
 from baton.rpc.errors import BatonError, failed_precondition, invalid
 
 MAX_TICKET_CHARACTERS = 1024

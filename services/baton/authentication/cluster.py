@@ -1,4 +1,4 @@
-"""Authentication: the cluster's secret and certificates, and the interceptor that checks them.
+"""The cluster's secret and certificates, which the processes of a deployment show each other.
 
 The secret travels with each call, as metadata. Without TLS whoever reads the connection, or takes over the
 port of a dead process, learns it. So it is sent to other machines only over TLS, unless the configuration
@@ -8,64 +8,22 @@ allows it in clear.
 from __future__ import annotations
 
 import hmac
-import os
 import ssl
-import stat
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 
+from baton.authentication.private_files import read_private, read_public, read_secret
 from baton.config import NodeConfig
 from baton.rpc.address import is_loopback, is_loopback_address
 from baton.rpc.channel import MAX_MESSAGE_BYTES, ChannelOptions, Metadata, open_channel
-from baton.rpc.errors import BatonError, OnRefused, failed_precondition, refusing, unauthenticated
-
-MAX_BYTES = 2**20
-
-
-def read_private(path: str, flag: str) -> bytes:
-    """The content of a private file. Raises BatonError naming `flag`, also if every user can read the
-    file."""
-    return _read(path, flag, private=True)
-
-
-def read_public(path: str, flag: str) -> bytes:
-    """The content of a public file such as a certificate. Raises BatonError naming `flag`."""
-    return _read(path, flag, private=False)
-
-
-def write_private(path: Path, content: bytes) -> int:
-    """Creates the file, readable by its user only; it must not exist. Returns it open."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    os.write(descriptor, content)
-    return descriptor
-
-
-def _read(path: str, flag: str, private: bool) -> bytes:
-    try:
-        with Path(path).open("rb") as file:
-            about = os.fstat(file.fileno())
-            if private and stat.S_ISREG(about.st_mode) and about.st_mode & stat.S_IRWXO:
-                raise _unusable(f"{flag}: every user of this machine can read {path}; chmod 600 {path}")
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise _unusable(f"{flag}: cannot read {path}: {error.strerror}") from None
-    if len(content) > MAX_BYTES:
-        raise _unusable(f"{flag}: {path} has more than {MAX_BYTES} bytes")
-    return content
-
-
-def _unusable(message: str) -> BatonError:
-    return failed_precondition(message, "UNUSABLE_FILE")
-
+from baton.rpc.errors import BatonError, failed_precondition, unauthenticated
 
 HEADER = "baton-cluster-secret"
-MIN_SECRET_CHARACTERS = 16
 REMEDY = "--cluster-cert, --cluster-key and --cluster-ca (mutual TLS), or --cluster-secret-in-clear"
 
 
@@ -168,18 +126,6 @@ class ClusterCredentials:
         )
 
 
-def read_secret(path: str, flag: str = "--cluster-secret-file") -> str:
-    """Raises BatonError if the file cannot be read, is readable by all users, or holds no secret."""
-    secret = read_private(path, flag).decode("latin-1").strip()
-    if len(secret) < MIN_SECRET_CHARACTERS or not (secret.isascii() and secret.isprintable()):
-        raise failed_precondition(
-            f"{flag}: {path} must hold one line of {MIN_SECRET_CHARACTERS} or more printable ASCII "
-            f"characters; openssl rand -hex 32 > {path}",
-            "UNUSABLE_FILE",
-        )
-    return secret
-
-
 def read_metrics_token(config: NodeConfig) -> str:
     """Empty: there is none. Raises BatonError."""
     path = config.metrics_token_file
@@ -189,10 +135,6 @@ def read_metrics_token(config: NodeConfig) -> str:
 def same(one: str, other: str) -> bool:
     """Compares in constant time."""
     return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode("utf-8", "replace"))
-
-
-HEALTH = "grpc.health.v1.Health"
-"""Needs no authentication: it only says whether the process serves."""
 
 
 class ClusterAuthentication:
@@ -221,46 +163,6 @@ class ClusterAuthentication:
         if cluster.secret:
             return f"{REMEDY}: callers would send the secret in clear"
         return "--cluster-secret-file FILE (or --cluster-cert, --cluster-key and --cluster-ca)"
-
-
-class AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Ends refused calls before a message of them is read. Must be the first interceptor."""
-
-    def __init__(self, authentication: ClusterAuthentication, on_refused: OnRefused | None = None) -> None:
-        self._authentication = authentication
-        self._on_refused = on_refused
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        service = handler_call_details.method.rpartition("/")[0].removeprefix("/")
-        if service != HEALTH:
-            error = self._authentication.refusal(
-                service, as_mapping(handler_call_details.invocation_metadata)
-            )
-            if error is not None:
-                return refusing(error, self._on_refused)
-        return await continuation(handler_call_details)
-
-
-def as_mapping(metadata: Any) -> dict[str, str]:
-    """Metadata's texts by name; those of one name joined by commas, as HTTP has it (RFC 9110, section 5.3).
-
-    So a right credential beside a wrong one is refused, whichever header is looked at.
-    """
-    found: dict[str, list[str]] = {}
-    for name, value in metadata or ():
-        if isinstance(value, str):
-            found.setdefault(name, []).append(value)
-    return {name: ",".join(values) for name, values in found.items()}
-
-
-def bearer(authorization: str) -> str:
-    """The token of `Bearer TOKEN` (RFC 6750, section 2.1); empty: there is none."""
-    scheme, _, token = authorization.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def check_address(host: str, authentication: ClusterAuthentication, insecure: bool) -> None:
