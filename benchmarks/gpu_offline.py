@@ -26,6 +26,7 @@ from baton.bench.steps import Point, copy_bandwidth, profile, weight_bytes
 from baton.bench.workload import Job, TokenRange, Workload
 from baton.config import WorkerConfig
 from baton.layers.cache_spec import STATE_ITEMSIZE, State
+from baton.models.decoder import LanguageModel
 from baton.models.loader import declared
 from baton.rpc.logs import configure
 from baton.worker.model import DTYPES
@@ -86,10 +87,9 @@ def nano(bench: EngineBench, repeats: int) -> dict[str, Any]:
     return chosen | {"input_tokens": inputs, "runs_tok_s": [run["tok_s"] for run in runs]}
 
 
-def step_bytes(bench: EngineBench, rows: int, tokens: int) -> int:
+def step_bytes(bench: EngineBench, model: LanguageModel, rows: int, tokens: int) -> int:
     """Bytes that a decode step of so many rows moves, of so many tokens each: weights, of experts (16 bits)
     those that are chosen by rows that choose at random; keys and values; states, read and written."""
-    model = declared(bench.path, DTYPES[bench.engine.model_info.dtype])
     total = float(weight_bytes(bench))
     for mixture in model.mixtures:
         experts = mixture.experts
@@ -104,29 +104,29 @@ def step_bytes(bench: EngineBench, rows: int, tokens: int) -> int:
     return int(total)
 
 
-def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> None:
+def measure(model: str, folder: Path, options: argparse.Namespace, facts: dict[str, Any]) -> None:
     """Fills in `facts` part by part."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_shape(model, Path(folder))
-        config = WorkerConfig(
-            model=folder,
-            load_format="dummy",
-            device=options.device,
-            tp=options.tp,
-            ep=options.ep,
-            page_size=options.page_size,
-            kv_tokens=options.kv_tokens,
-            kv_dtype=options.kv_dtype,
-            max_rows=options.max_rows,
-            token_budget=options.budget,
-            batch_invariant=options.batch_invariant,
-            prefill_attention=options.prefill_attention,
-            decode_attention=options.decode_attention,
-            quantization=options.quantization,
-            quantize_head=options.quantize_head,
-        )
-        bench = EngineBench(config)
-        weights = weight_bytes(bench)
+    write_shape(model, folder)
+    config = WorkerConfig(
+        model=str(folder),
+        load_format="dummy",
+        device=options.device,
+        tp=options.tp,
+        ep=options.ep,
+        page_size=options.page_size,
+        kv_tokens=options.kv_tokens,
+        kv_dtype=options.kv_dtype,
+        max_rows=options.max_rows,
+        token_budget=options.budget,
+        batch_invariant=options.batch_invariant,
+        prefill_attention=options.prefill_attention,
+        decode_attention=options.decode_attention,
+        quantization=options.quantization,
+        quantize_head=options.quantize_head,
+    )
+    bench = EngineBench(config)
+    weights = weight_bytes(bench)
+    layers = declared(bench.path, DTYPES[bench.engine.model_info.dtype])
     bandwidth = copy_bandwidth(bench.engine.device)
     facts |= bench.facts() | {
         "model": model,
@@ -145,7 +145,7 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
         floor = ""
         if sizes is not None:
             count, prompt, output, _ = sizes
-            moved = step_bytes(bench, count, prompt + output // 2)
+            moved = step_bytes(bench, layers, count, prompt + output // 2)
             result["step_bytes"], result["floor_ms"] = moved, moved / options.tp / bandwidth * 1e3
             floor = f"(floor {result['floor_ms']:.3f})"
         tpot = f"{result['tpot_ms']:.3f} ms" if result["tpot_ms"] else "-"
@@ -196,7 +196,8 @@ def main() -> None:
     for model in options.models.split(","):
         facts: dict[str, Any] = {}
         report["models"].append(facts)
-        measure(model, options, facts)
+        with tempfile.TemporaryDirectory() as folder:
+            measure(model, Path(folder), options, facts)
         (options.out / "gpu_offline.json").write_text(json.dumps(report, indent=1))
         gc.collect()
         if torch.cuda.is_available():

@@ -15,6 +15,7 @@ from attention_rows import whole_sequence
 from baton.attention.fp8 import E4M3
 from baton.attention.registry import BACKENDS, resolve
 from baton.engine.model_runner import ModelRunner
+from baton.engine.plan import PlanRow
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler
@@ -50,8 +51,13 @@ _CONFIG = {
 
 
 def save_checkpoint(path: Path, **overrides: object) -> Path:
+    return save_random(path, {**_CONFIG, **overrides})
+
+
+def save_random(path: Path, config: dict[str, object]) -> Path:
+    """Random weights for a config.json."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps({**_CONFIG, **overrides}))
+    (path / "config.json").write_text(json.dumps(config))
     parameters = declared(path).parameters.table
     generator = torch.Generator().manual_seed(7)
     tensors = {}
@@ -223,13 +229,15 @@ def reference_logits(
     path: Path, tokens: list[int], kv_scales: torch.Tensor | None = None, *, quantization: str = "auto"
 ) -> torch.Tensor:
     """float32 on the CPU: logits [tokens, vocab] of the whole sequence in one pass."""
+    if kv_scales is None:
+        runner, _ = make(path, "cpu", torch.float32, quantization=quantization)
+        row = PlanRow(0, tuple(tokens), 0, tables(runner, 0, CONTEXT // 16))
+        return runner._body.logits(runner.hidden_states(row))
     model = load_model(path, torch.float32, "cpu", quantization=quantization)
     config = model.config
-    if kv_scales is not None:
-        model.set_kv_scales(kv_scales)
-    kept = torch.float32 if kv_scales is None else E4M3
+    model.set_kv_scales(kv_scales)
     kv, options = model.caches[0], model.attention_options
-    layout = KvLayout(config.num_layers, kv.heads, kv.head_dim, CONTEXT, kept, kv.parts)
+    layout = KvLayout(config.num_layers, kv.heads, kv.head_dim, CONTEXT, E4M3, kv.parts)
     name = "torch" if kv.parts == 2 else "torch-mla"
     backend = BACKENDS[name](KvPool(layout, 1), config.num_heads, options)
     with torch.inference_mode():

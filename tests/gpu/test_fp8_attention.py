@@ -120,7 +120,8 @@ def test_kernels_equal_torch(name, dtype, shape, page_size, window, singles, chu
 def test_greedy_tokens_of_a_model(kind, tolerance, tmp_path):
     path = save_checkpoint(tmp_path, head_dim=128)
     model, _ = make(path, "cpu", torch.float32)
-    layers, kv_heads = model._pool.layout.num_layers, model._pool.layout.num_kv_heads
+    layout = model._pool.layout
+    layers, kv_heads = layout.layouts[0].num_layers, layout.num_kv_heads
     torch.manual_seed(1)
     scales = torch.rand(layers, 2, kv_heads) * 0.1 + 0.01
     prompts = prompts_of(*LENGTHS)

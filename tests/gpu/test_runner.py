@@ -169,7 +169,7 @@ def test_replay_equals_the_same_step_without_a_graph(checkpoint, pair):
             positions = np.array([len(p) for p in prompts[:count]])
             sampling = runner._sampler.simple(slots, positions + 1)
             tokens.copy_(last)
-            graphs.fill(slots, positions, sampling)
+            graphs.fill(slots, positions, np.zeros(len(slots), np.int32), sampling)
             graphs.replay(count)
             logits, result = graphs.logits(count).clone(), graphs.choose(count, None).clone()
             tokens.copy_(last)

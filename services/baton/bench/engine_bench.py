@@ -45,6 +45,8 @@ class EngineRun:
     """Until every request had its first token."""
     step_seconds: list[float] = field(default_factory=list)
     """Between the ends of successive decode steps with all requests."""
+    step_tokens: int = 0
+    """That these steps delivered, in all."""
     attended: float = 0.0
     """Mean number of tokens whose KV such a step reads, over all rows."""
     host: dict[str, float] = field(default_factory=dict)
@@ -174,8 +176,9 @@ class _StepTimer:
         self._requests = requests
         self._progress = progress
         self._begun: set[Any] = set()
-        self._ends: list[tuple[float, int]] = []
-        """End of each step; tokens attended to if it is a decode step of all requests, else 0."""
+        self._ends: list[tuple[float, int, int]] = []
+        """End of each step; tokens attended to if it is a decode step of all requests, else 0; tokens that it
+        delivered."""
         self._host: list[tuple[float | None, ...]] = []
         self._run = EngineRun()
         self._started = self._reported = self.clock()
@@ -184,7 +187,7 @@ class _StepTimer:
         self, done: Step, launched: Step | None, events: Sequence[Any], host: tuple[float | None, ...]
     ) -> None:
         """Records step `done`, which has been read; `launched` was launched in the same iteration."""
-        now = self.clock()
+        now, before = self.clock(), self._run.tokens
         for event in events:
             if isinstance(event, TokenEvent):
                 self._run.tokens += 1
@@ -196,7 +199,8 @@ class _StepTimer:
         rows = done.plan.rows
         decode = all(row.tokens is None for row in rows)
         whole = decode and len(rows) == self._requests
-        self._ends.append((now, sum(row.start + 1 for row in rows) if whole else 0))
+        attended = sum(row.start + 1 for row in rows) if whole else 0
+        self._ends.append((now, attended, self._run.tokens - before))
         if decode and launched is not None and len(launched.plan.rows) == len(rows):
             self._host.append(host)
         if now - self._reported >= PROGRESS_SECONDS:
@@ -208,6 +212,7 @@ class _StepTimer:
         run.seconds = self.clock() - self._started
         pairs = [(a, b) for a, b in itertools.pairwise(self._ends) if a[1] and b[1]]
         run.step_seconds = [b[0] - a[0] for a, b in pairs]
+        run.step_tokens = sum(b[2] for _, b in pairs)
         run.attended = statistics.fmean(b[1] for _, b in pairs) if pairs else 0.0
         for name, values in zip(HOST_PARTS, zip(*self._host, strict=True), strict=bool(self._host)):
             known = [value for value in values if value is not None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.image_spans import looks_at, rotary_shift
 from baton.engine.plan import PlanRow
 from baton.kvcache.page_keys import is_placeholder
 
@@ -125,9 +126,24 @@ class HostBatch:
         return len(self.ids)
 
     @property
+    def looks(self) -> bool:
+        """Whether any of its tokens is one of an image."""
+        return any(looks_at(row.images, row.start, row.count) for row in self.rows if row.images)
+
+    @property
+    def shifts(self) -> Lane:
+        """[tokens]: by how much the rotation of tokens of text is behind their positions, for images."""
+        return row_shifts(self.rows).repeat(np.diff(self.starts))
+
+    @property
     def chained(self) -> bool:
         """Whether samples follow on others, or on unread ones."""
         return self.follows or len(self.wanted) > len(self.slots)
+
+
+def row_shifts(rows: Sequence[PlanRow]) -> Lane:
+    """[rows]: see `HostBatch.shifts`."""
+    return np.array([rotary_shift(row.images, row.start) if row.images else 0 for row in rows], np.int32)
 
 
 def _within(depths: Sequence[int]) -> Ints:

@@ -39,9 +39,11 @@ class CapturedWork:
         sampling: StepSampling,
         tap: tuple[int, ...] = (),
         tapped: torch.Tensor | None = None,
+        shifted: bool = False,
     ) -> None:
         """`tap`: see `HiddenTap.layers`; `tapped` [tokens, values]: a buffer for those hidden states of the
-        largest step's tokens."""
+        largest step's tokens. `shifted`: images shift the rotation of what follows them."""
+        self._shifted = shifted
         self._tap, self._tapped = tap, tapped
         self._body, self._slots, self._caches = body, slots, caches
         self._attention, self._sampling = attention, sampling
@@ -56,6 +58,7 @@ class CapturedWork:
         tokens = slots.last_token.index_select(0, inputs.slots)
         where = self._caches, inputs.slots, slots.damage
         batch = Batch(tokens, inputs.positions, attention, *where, few=True, states=StateRows(count))
+        batch.turns = inputs.positions + inputs.shifts if self._shifted else None
         self._logits(batch, inputs.logits)
 
     def _logits(self, batch: Batch, out: torch.Tensor) -> None:
@@ -103,6 +106,7 @@ class CapturedWork:
         where = self._caches, inputs.token_slots, slots.damage
         few = inputs.shape.few
         batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.wanted, few=few)
+        batch.turns = inputs.positions + inputs.shifts if self._shifted else None
         self._logits(batch, inputs.logits)
 
     def sample_drafts(self, inputs: ChunkInputs) -> None:

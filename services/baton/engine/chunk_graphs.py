@@ -88,6 +88,8 @@ class ChunkInputs:
     """[tokens], likewise."""
     token_slots: torch.Tensor
     """[tokens]"""
+    shifts: torch.Tensor
+    """[tokens]: see HostBatch."""
     row_slots: torch.Tensor
     """[rows + padding]"""
     lengths: torch.Tensor
@@ -204,19 +206,20 @@ class ChunkGraphs:
         tokens, rows = shape.tokens, shape.rows + shape.padding
         drafts = tokens + shape.rows * self._draft_tokens if self._draft_tokens else 0
         few, samples = (shape.wanted, shape.rows) if shape.few else (0, 0)
-        step = (tokens, tokens, tokens, rows, rows, rows + 1, shape.wanted, drafts)
+        step = (tokens, tokens, tokens, tokens, rows, rows, rows + 1, shape.wanted, drafts)
         return (2 * few, *step, few, samples, samples, samples)
 
     def _inputs(self, shape: ChunkShape) -> ChunkInputs:
         sizes = self._lengths(shape)
         seeds, *lanes = torch.split(self._static[: sum(sizes)], list(sizes))
-        ids, positions, token_slots, row_slots, lengths, starts, wanted, drafts = lanes[:8]
-        temperatures, slots, firsts, depths = lanes[8:]
+        ids, positions, token_slots, shifts, row_slots, lengths, starts, wanted, drafts = lanes[:9]
+        temperatures, slots, firsts, depths = lanes[9:]
         return ChunkInputs(
             shape,
             ids,
             positions,
             token_slots,
+            shifts,
             row_slots,
             lengths,
             starts,
@@ -242,13 +245,13 @@ class ChunkGraphs:
         sizes = self._lengths(shape)
         host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
         seeds, *lanes = np.split(host.numpy(), np.cumsum(sizes)[:-1])
-        ids, positions, token_slots, row_slots, lengths, starts, wanted, drafts = lanes[:8]
-        temperatures, slots, firsts, depths = lanes[8:]
+        ids, positions, token_slots, shifts, row_slots, lengths, starts, wanted, drafts = lanes[:9]
+        temperatures, slots, firsts, depths = lanes[9:]
         tokens = count = samples = 0
         if step is not None:
             tokens, count = step.tokens, len(step.rows)
             ids[:tokens], positions[:tokens] = step.ids, step.positions
-            token_slots[:tokens] = step.token_slots
+            token_slots[:tokens], shifts[:tokens] = step.token_slots, step.shifts
             row_slots[:count], lengths[:count] = step.row_slots, step.lengths
             starts[: count + 1] = step.starts
             wanted[: len(step.wanted)] = step.wanted

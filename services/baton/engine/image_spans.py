@@ -71,6 +71,17 @@ def without_contents(images: Sequence[ImageSpan]) -> tuple[ImageSpan, ...]:
     return tuple(replace(image, content=None) for image in images)
 
 
+def looks_at(images: Sequence[ImageSpan], start: int, count: int) -> bool:
+    """Whether any of the tokens start .. start + count - 1 is one of an image."""
+    return any(image.start < start + count and image.end > start for image in images)
+
+
+def rotary_shift(images: Sequence[ImageSpan], start: int) -> int:
+    """`rotary_positions` of a token of text - `start`, its position."""
+    before = (image for image in images if image.start < start)
+    return sum(max(image.rows, image.columns) - image.tokens for image in before)
+
+
 def rotary_positions(images: Sequence[ImageSpan], start: int, count: int) -> npt.NDArray[np.int32]:
     """Time, height and width of tokens start .. start + count - 1, [3, count] (M-RoPE, Wang et al.,
     arXiv:2409.12191): text counts on from the largest position of the image before it."""

@@ -73,9 +73,11 @@ class EncodeCounters:
 def encode(
     tower: VisionTower, images: Iterable[torch.Tensor], counters: EncodeCounters
 ) -> list[torch.Tensor]:
-    """Encodes one batch by VisionTower.encode, and counts it."""
+    """Encodes one batch by VisionTower.encode, and counts it. Waits for the device, to measure times."""
+    _wait(tower.device)
     begun = time.perf_counter()
     found = [rows.contiguous() for rows in tower.encode(list(images))]
+    _wait(tower.device)
     seconds, tokens = time.perf_counter() - begun, sum(rows.shape[1] for rows in found)
     counters.seconds += seconds
     counters.images += len(found)
@@ -83,6 +85,11 @@ def encode(
     counters.batches += 1
     counters.timed(tokens, max(seconds, 1e-6))
     return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class ImageEncoder:
@@ -106,7 +113,7 @@ class ImageEncoder:
         if not parts:
             return places, None
         found = self._embeddings(image for image, _ in parts)
-        rows = torch.cat([found[image.digest][:, part] for image, part in parts], 1)
+        rows = torch.cat([found[image.digest][:, part].to(device) for image, part in parts], 1)
         return places, InputEmbeddings(to_device(np.concatenate(at), device), rows)
 
     def _embeddings(self, images: Iterable[ImageSpan]) -> dict[bytes, torch.Tensor]:

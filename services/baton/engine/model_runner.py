@@ -20,7 +20,7 @@ from baton.attention.mixed import MixedAttention
 from baton.attention.paged import PagedAttention
 from baton.attention.state_runs import state_pieces
 from baton.attention.step import ModelAttention
-from baton.engine.batch import HostBatch, longest_first
+from baton.engine.batch import HostBatch, longest_first, row_shifts
 from baton.engine.captured_work import CapturedWork, final_states
 from baton.engine.chunk_graphs import ChunkGraphs, chunk_shapes, chunk_sizes, draft_shapes
 from baton.engine.cuda_sampler import CudaSampler
@@ -105,8 +105,7 @@ class ModelRunner:
             sampler = make(max_slots, self.vocab_size, self._device)
         self._sampler = sampler
         """Only rank 0 samples and has results."""
-        self.images = None if model.vision is None or kernels else ImageEncoder(model.vision)
-        """None: it computes no images."""
+        self.images = None if model.vision is None else ImageEncoder(model.vision)
         self._sampling = StepSampling(sampler, self._slots, model.communicator)
         self._tap_buffer: torch.Tensor | None = None
         """[tokens, values]: what graphs write of `tap`."""
@@ -125,7 +124,7 @@ class ModelRunner:
                     values = len(tap) * model.config.hidden_size
                     self._tap_buffer = logits.new_empty(max(most, *sizes, 0), values)
                 where = self._slots, self._caches, self._attention, self._sampling
-                work = CapturedWork(self._body, *where, tap, self._tap_buffer)
+                work = CapturedWork(self._body, *where, tap, self._tap_buffer, model.vision is not None)
                 works = work.decode, work.sample_plain, work.sample_masked
                 self.graphs = DecodeGraphs(batch_sizes(max_slots), max_slots, logits, *works, progress)
                 self._sampling.graphs = self.graphs
@@ -179,7 +178,7 @@ class ModelRunner:
         none = np.zeros(0, np.int64)
         simple = self._sampler.simple(none, none) if isinstance(self._sampler, CudaSampler) else None
         if self.graphs is not None:
-            self.graphs.fill(none, none, simple)
+            self.graphs.fill(none, none, none.astype(np.int32), simple)
         to_host(self._slots.last_token[:1])
         torch.cuda.Event().record()  # type: ignore[no-untyped-call]
 
@@ -234,17 +233,17 @@ class ModelRunner:
     ) -> None:
         self._write_slots(self._slots.changes(rows, fresh))
         slots = np.array([row.slot for row in rows])
-        positions = np.array([row.start for row in rows])
+        positions, shifts = np.array([row.start for row in rows]), row_shifts(rows)
         moved = longest_first(positions)
         if moved is not None:
             order, launched.places = moved
-            slots, positions = slots[order], positions[order]
+            slots, positions, shifts = slots[order], positions[order], shifts[order]
         sampler, simple = self._sampler, None
         masked: list[int] = []
         if isinstance(sampler, CudaSampler):
             simple = sampler.simple(slots, positions + 1)
             masked = sampler.grammars.constrained(slots.tolist())
-        graphs.fill(slots, positions, simple, masked)
+        graphs.fill(slots, positions, shifts, simple, masked)
         graphs.replay(len(rows))
         self._keep_tapped(launched, range(len(rows)) if moved is None else order.tolist(), [1] * len(rows))
         pending = PendingSampling(graphs.logits(len(rows)), slots, positions + 1, masked)
@@ -260,7 +259,8 @@ class ModelRunner:
         masked = sampler.grammars.constrained(host.slots.tolist()) if sampler is not None else []
         masks = sampler.begin_masks(host.slots.tolist()) if isinstance(sampler, Sampler) else None
         every = any(row.prompt_logprobs or row.pooling is not None for row in rows)
-        shape = self.chunk_graphs.shape(host) if self.chunk_graphs is not None and not every else None
+        by_graphs = self.chunk_graphs is not None and not every and not host.looks
+        shape = self.chunk_graphs.shape(host) if by_graphs and self.chunk_graphs is not None else None
         chained = host.chained
         if host.follows and shape is None:
             host = HostBatch.of(self._settled(rows))
@@ -339,7 +339,7 @@ class ModelRunner:
         states = None if divided is None else StateRows(single, *divided)
         if any(row.images for row in host.rows):
             if self.images is None:
-                raise ValueError("images are computed by models with a vision tower, without kernels, only")
+                raise ValueError("images are computed by models with a vision tower only")
             axes, embeddings = self.images.lanes(host, self._device)
         return Batch(
             self._slots.tokens(ids, token_slots),

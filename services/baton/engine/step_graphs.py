@@ -35,6 +35,8 @@ class Inputs:
     """int32"""
     positions: torch.Tensor
     """int32: of the rows' input tokens."""
+    shifts: torch.Tensor
+    """int32: see HostBatch."""
     temperatures: torch.Tensor
     """float32"""
     logits: torch.Tensor
@@ -126,16 +128,18 @@ class DecodeGraphs:
         self,
         slots: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
+        shifts: npt.NDArray[np.int32],
         sampling: tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None,
         masked: Sequence[int] = (),
     ) -> None:
-        """Enqueues the copy of a step's inputs: slots, whose last tokens are at `positions`; `sampling`:
-        temperatures and generator states, None: the caller samples from the logits; masked: the rows that
-        will have masks, in their order."""
+        """Enqueues the copy of a step's inputs: slots, whose last tokens are at `positions`; `shifts`: see
+        HostBatch; `sampling`: temperatures and generator states, None: the caller samples from the logits;
+        masked: the rows that will have masks, in their order."""
         count = len(slots)
         host, lanes = self._host(count)
         lanes[2, :count] = slots
         lanes[3, :count] = positions
+        lanes[6, :count] = shifts
         if sampling is not None:
             lanes[:2].reshape(-1).view(np.int64)[:count] = sampling[1]
             lanes[4].view(np.float32)[:count] = sampling[0]
@@ -167,9 +171,9 @@ class DecodeGraphs:
         return self._graphs[self._sizes[bisect.bisect_left(self._sizes, rows)]]
 
     def _host(self, rows: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-        """A host buffer for the static inputs, int32 [6, rows]: keys (two lanes), slots, positions,
-        temperatures, places of masks; the caller fills `rows` of it."""
-        host = torch.zeros(6, self._rows, dtype=torch.int32, pin_memory=True)
+        """A host buffer for the static inputs, int32 [7, rows]: keys (two lanes), slots, positions,
+        temperatures, places of masks, shifts; the caller fills `rows` of it."""
+        host = torch.zeros(7, self._rows, dtype=torch.int32, pin_memory=True)
         lanes = host.numpy()
         lanes[2, rows:] = self._padding_slot
         return host, lanes
@@ -182,6 +186,7 @@ class DecodeGraphs:
             keys[:size],
             static[2, :size],
             static[3, :size],
+            static[6, :size],
             static[4].view(torch.float32)[:size],
             self._logits[:size],
             self._result[:size],

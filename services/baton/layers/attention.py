@@ -200,8 +200,9 @@ class Attention(WritingAttention):
 
         positions, slots, damage, cache = batch.where(self.index)
         where = positions, slots, damage, cache.tables, cache.pages
-        table, scales = self.rope.kernel_table, self.options.kv_scales
-        write_qkv(projected, self.qk_norm, table, *where, self.heads, self.norm_eps, scales)
+        (table, turns), scales = batch.kernel_rotation(self.rope), self.options.kv_scales
+        own = self.heads, self.norm_eps, scales
+        write_qkv(projected, self.qk_norm, table, *where, *own, turns=turns)
         return projected.view(len(projected), -1, self.head_dim)[:, : self.heads]
 
     def attend(self, batch: Batch, q: torch.Tensor) -> torch.Tensor:

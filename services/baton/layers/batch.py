@@ -159,10 +159,10 @@ class Batch:
     few: bool = False
     """Rows of one token, or with a few drafts."""
     axes: torch.Tensor | None = None
-    """int [axes, tokens]: positions of the rotation, where an image has shifted them; None: `positions`. Not
-    with `caches`."""
+    """int [axes, tokens]: positions of the rotation, where an image has shifted them; None: `positions`."""
+    turns: torch.Tensor | None = None
+    """int32 [tokens]: the same for layers' own kernels, of tokens that are none of an image."""
     embeddings: InputEmbeddings | None = None
-    """Not with `caches`."""
     tap: HiddenTap | None = None
     states: StateRows | None = None
     """With `caches`, for kernels of recurrent layers; None: these go by `StepAttention.states`."""
@@ -173,6 +173,17 @@ class Batch:
         found = self._rotations.get(id(rope))
         if found is None:
             found = rope.at(self.positions) if self.axes is None else rope.at_axes(self.axes)
+            self._rotations[id(rope)] = found
+        return found
+
+    def kernel_rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """For kernels: a table as `Rope.kernel_table`, and each token's row of it; None: its position."""
+        if self.axes is None:
+            return rope.kernel_table, self.turns
+        found = self._rotations.get(id(rope))
+        if found is None:
+            rows = torch.arange(self.axes.shape[1], dtype=torch.int32, device=self.axes.device)
+            found = rope.kernel_rows(self.axes), rows
             self._rotations[id(rope)] = found
         return found
 

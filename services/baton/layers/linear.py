@@ -177,6 +177,10 @@ class Linear:
         assert self.quantized is not None
         self._packed = product(self.quantized, dtype)
 
+    def use_kernels(self, product: Product) -> None:
+        """Computes with the plain weight by this product from now on."""
+        self._packed = product
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out]"""
         return self.summed(self._product(x))
@@ -194,7 +198,7 @@ class Linear:
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Writes y of a layer without bias into `out` [rows, out]; not on a CPU."""
         assert self.bias is None
-        if self.weight is None:
+        if self.weight is None or (self._packed is not None and len(x) == 1):
             out.copy_(self(x))
         else:
             torch.mm(x, self.weight.t(), out=out)

@@ -45,6 +45,11 @@ class Rope:
         assert self._kernel_table is not None
         return self._kernel_table
 
+    def kernel_rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """`kernel_table` for tokens at int [axes, tokens]: float32 [tokens, dim]"""
+        assert self._axes is not None
+        return self.kernel_table.gather(0, positions.index_select(0, self._axes).t().long())
+
     def prepare(self, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         """Computes the table that `at` looks up."""
         self._table = self.table(positions, dtype, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from baton.layers.batch import Batch
-from baton.models.decoder import Decoder, LanguageModel, plain_layers
+from baton.models.decoder import Decoder, DecoderLayer, LanguageModel, plain_layers
 
 
 def why_not_fused(model: LanguageModel) -> str | None:
@@ -19,6 +19,20 @@ def why_not_fused(model: LanguageModel) -> str | None:
     if plain_layers(model) is None:
         return f"{model.config.architecture} has layers that fused kernels do not know"
     return None
+
+
+def _use_kernels(model: Decoder) -> None:
+    """Gives the modules of layers without a fused body kernels for norms and for products of one row."""
+    from baton.layers.kernels.gemv import OneRowProduct
+
+    for linear in model.parameters.linears:
+        if linear.weight is not None and linear.weight.dtype == model.dtype:
+            linear.use_kernels(OneRowProduct(linear))
+    model.norm.use_kernel()
+    for layer in model.layers:
+        if isinstance(layer, DecoderLayer):
+            layer.input_norm.use_kernel()
+            layer.post_norm.use_kernel()
 
 
 class Body:
@@ -42,6 +56,8 @@ class Body:
 
             fuse_layers(self._kernels, invariant)
             return
+        if model.dtype != torch.float32:
+            _use_kernels(self._kernels)
         from baton.models.device_mixture import device_mixture
 
         for mixture in self._kernels.mixtures:

@@ -71,6 +71,7 @@ class VisionTower(Protocol):
     values: int
     """That `encode` makes of a token, in all parts."""
     dtype: torch.dtype
+    device: torch.device
 
     def encode(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """uint8 [height, width, 3] each -> of each `InputEmbeddings.rows`, [1 + k, tokens, hidden], its

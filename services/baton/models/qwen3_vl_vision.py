@@ -38,7 +38,7 @@ class Qwen3VLVisionTower:
         if self._hidden % (4 * self._heads):
             raise ModelError("hidden_size of vision_config must be a multiple of 4 times num_heads")
         self._theta = (hf.rope_parameters or {}).get("rope_theta", 10000.0)
-        self._device, self.dtype = parameters.device, parameters.dtype
+        self.device, self.dtype = parameters.device, parameters.dtype
         shape = torch.Size((self._hidden, 3, self._frames, self.patch, self.patch))
         self._projection = parameters.empty(self._hidden, shape[1:].numel())
         parameters.add("patch_embed.proj.weight", self._projection, shape=shape, convert=_flat)
@@ -61,7 +61,7 @@ class Qwen3VLVisionTower:
         """See `VisionTower`. Heights and widths are multiples of merge * patch pixels."""
         counts = [image.shape[0] * image.shape[1] // self.patch**2 for image in images]
         grids = [(image.shape[0] // self.patch, image.shape[1] // self.patch) for image in images]
-        patches = torch.cat([self._patches(image.to(self._device)) for image in images])
+        patches = torch.cat([self._patches(image.to(self.device)) for image in images])
         places = [self._places(*grid) for grid in grids]
         hidden = F.linear(patches.to(self.dtype), self._projection, self._projection_bias)
         hidden = hidden + torch.cat([self._learned(*each) for each in zip(grids, places, strict=True)])
@@ -89,17 +89,17 @@ class Qwen3VLVisionTower:
         places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
         m = self.merge
         places = places.view(rows // m, m, columns // m, m, 2).transpose(1, 2)
-        return places.reshape(-1, 2).to(self._device)
+        return places.reshape(-1, 2).to(self.device)
 
     def _learned(self, grid: tuple[int, int], places: torch.Tensor) -> torch.Tensor:
         """The learned positions, stretched to the image: between four of them linearly, [patches, hidden]."""
-        last = torch.tensor(grid, device=self._device).sub_(1).clamp_(min=1)
+        last = torch.tensor(grid, device=self.device).sub_(1).clamp_(min=1)
         exact = places.float() * (self._side - 1) / last
         low = exact.floor()
         share = (exact - low).unbind(1)
         low = low.long()
         high = (low + 1).clamp_(max=self._side - 1)
-        total = torch.zeros(len(places), self._hidden, device=self._device)
+        total = torch.zeros(len(places), self._hidden, device=self.device)
         for y, of_y in ((low[:, 0], 1 - share[0]), (high[:, 0], share[0])):
             for x, of_x in ((low[:, 1], 1 - share[1]), (high[:, 1], share[1])):
                 total += self._positions[y * self._side + x].float() * (of_y * of_x)[:, None]
@@ -109,7 +109,7 @@ class Qwen3VLVisionTower:
         """For `apply_rope`, [patches, 1, dim] each, in float32: the first half of a head's pairs is turned by
         rows, the other by columns."""
         half = self._hidden // self._heads // 2
-        exponents = torch.arange(0, half, 2, device=self._device, dtype=torch.float32) / half
+        exponents = torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half
         angles = (places[:, :, None].float() * (1.0 / self._theta**exponents)).flatten(1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
@@ -134,10 +134,15 @@ class _Block:
     ) -> torch.Tensor:
         """[patches, hidden] of all images, which have so many patches each."""
         qkv = self._qkv(self._norm1(x)).view(len(x), 3, self._heads, -1)
-        q, k = (apply_rope(part.float(), *rotation).to(x.dtype) for part in qkv[:, :2].unbind(1))
+        if x.is_cuda:
+            from baton.layers.kernels.vision_rope import rotate
+
+            rotate(qkv, *rotation)
+        else:
+            qkv[:, :2] = apply_rope(qkv[:, :2].flatten(1, 2).float(), *rotation).view_as(qkv[:, :2])
         attended = [
-            F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in each))[0].transpose(0, 1)
-            for each in zip(*(torch.split(part, list(counts)) for part in (q, k, qkv[:, 2])), strict=True)
+            F.scaled_dot_product_attention(*each.permute(1, 2, 0, 3).unsqueeze(1))[0].transpose(0, 1)
+            for each in torch.split(qkv, list(counts))
         ]
         x = self._output.add_to(x, torch.cat(attended).flatten(1))
         return self._down.add_to(x, self._activation(self._up(self._norm2(x))))

@@ -11,7 +11,6 @@ from baton.attention.paged import PagedAttention
 from baton.config import WorkerConfig
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache.kv_pool import PagePool
-from baton.layers.cache_spec import State
 from baton.models.body import why_not_fused
 from baton.models.decoder import Decoder, LanguageModel
 from baton.rpc.logs import get_logger
@@ -91,8 +90,6 @@ def unsuited(
             return f"attention backend {backend.name!r} does not follow page tables on the device"
     if not isinstance(model, Decoder):
         return f"{model.config.architecture} is computed by the code of transformers"
-    if any(isinstance(spec, State) for spec in model.caches):
-        return f"{model.config.architecture} has recurrent layers, whose kernels have not run on a GPU yet"
     if not (torch.cuda.is_available() and torch.cuda.get_device_capability(model.device) == (9, 0)):
         return "its kernels have been made for, and run on, Hopper GPUs alone"
     if why_not_fused(model) is not None and model.dtype == torch.float32:

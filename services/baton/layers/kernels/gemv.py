@@ -7,6 +7,7 @@ where one is in use.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -137,3 +138,23 @@ def _block(rows: int, columns: int, gated: bool) -> tuple[int, int, int]:
     if gated or rows > 4096:
         return 4, 1024, 4
     return (8 if rows > 1024 else 2), 1024, 4
+
+
+class OneRowProduct:
+    """A `Product` of a `Linear` with a plain weight of 16 bits: of one row by `gemv`."""
+
+    __slots__ = ("_linear", "_weight")
+
+    def __init__(self, linear: Linear) -> None:
+        assert linear.weight is not None
+        self._linear, self._weight = linear, linear.weight
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if len(x) == 1:
+            return gemv(x.contiguous(), self._linear, None)
+        return F.linear(x, self._weight, bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if len(x) == 1:
+            return gemv(x.contiguous(), self._linear, residual, add=True)
+        return residual.add_(F.linear(x, self._weight, bias))

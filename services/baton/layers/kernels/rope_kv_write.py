@@ -55,6 +55,7 @@ def _write_qkv(
     qkv,
     weight,
     rope,
+    turns,
     positions,
     slots,
     damage,
@@ -88,6 +89,7 @@ def _write_qkv(
     columns = tl.arange(0, HALF_BLOCK)
     inside = columns < half
     position = tl.load(positions + token)
+    turn = tl.load(turns + token).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     page = tl.load(tables + slot * table_stride + position // PAGE).to(tl.int64)
     mask = (heads < HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
@@ -114,7 +116,7 @@ def _write_qkv(
             rest = tl.where(turned, rest * scale * factor, rest)
         x = low * scale * tl.load(weight + at, mask=mask & turned, other=0.0).to(tl.float32)
         y = high * scale * tl.load(weight + at + half, mask=mask & turned, other=0.0).to(tl.float32)
-    angle = rope + position.to(tl.int64) * ROTARY + columns
+    angle = rope + turn * ROTARY + columns
     cos = tl.load(angle, mask=inside, other=0.0)[None, :]
     sin = tl.load(angle + half, mask=inside, other=0.0)[None, :]
     low = tl.where(turned, x * cos - y * sin, low)
@@ -160,14 +162,16 @@ def write_qkv(
     eps: float,
     kv_scales: torch.Tensor | None = None,
     pdl: bool = True,
+    turns: torch.Tensor | None = None,
 ) -> None:
     """Normalizes (where there is a weight) and rotates queries in place; keys too, into the pool, as values.
 
     qkv: [tokens, (heads + 2 kv heads) * head_dim], each token contiguous; weight: [heads + kv heads,
     head_dim]; rope: float32 [positions, rotary], cosines and then sines for the first values of each head;
-    positions, slots: int32 [tokens]; damage: float32 [slots], see `mark`; tables: int32 [slots, pages];
-    cache: a layer's pages, [pages, kv heads, 2, page_size, head_dim], each head contiguous; kv_scales:
-    float32 [2, kv heads], where the cache is in FP8. Computes in float32 and rounds once. `pdl`: starts while
+    turns: int32 [tokens], the row of `rope` of each token, None: that of its position; positions, slots:
+    int32 [tokens]; damage: float32 [slots], see `mark`; tables: int32 [slots, pages]; cache: a layer's pages,
+    [pages, kv heads, 2, page_size, head_dim], each head contiguous; kv_scales: float32 [2, kv heads], where
+    the cache is in FP8. Computes in float32 and rounds once. `pdl`: starts while
     the kernel before ends, and waits for it.
     """
     _, kv_heads, _, page_size, dim = cache.shape
@@ -176,6 +180,7 @@ def write_qkv(
         qkv,
         rope if weight is None else weight,
         rope,
+        positions if turns is None else turns,
         positions,
         slots,
         damage,
