@@ -11,6 +11,7 @@ import torch
 
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.device_slots import DeviceSlots
+from baton.engine.image_spans import ImageSpan
 from baton.engine.launched_step import LaunchedStep, PendingSampling
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow
@@ -121,10 +122,11 @@ class Graphs:
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int]] = []
+        self.shifts: list[int] = []
         self.sampled = result()
 
-    def fill(self, slots: Any, positions: Any, sampling: Any, masked: list[int]) -> None:
-        self.rows = list(zip(slots.tolist(), positions.tolist(), strict=True))
+    def fill(self, slots: Any, positions: Any, shifts: Any, sampling: Any, masked: list[int]) -> None:
+        self.rows, self.shifts = list(zip(slots.tolist(), positions.tolist(), strict=True)), shifts.tolist()
         self.sampled = result(*slots.tolist())
         assert sampling[1].tolist() == [(int(at) + 1) * 100 + slot for slot, at in self.rows]
 
@@ -139,7 +141,7 @@ class Graphs:
 
 
 def test_the_longest_row_of_a_decode_step_is_the_first(monkeypatch):
-    """And each row has its own result."""
+    """And each row has its own result, and its own shift by the images before it."""
     sampler = CudaSampler(8, 50, CPU)
     monkeypatch.setattr(sampler, "simple", lambda slots, ends: (None, ends * 100 + slots))
     runner, graphs = object.__new__(ModelRunner), cast(Any, Graphs())
@@ -148,8 +150,12 @@ def test_the_longest_row_of_a_decode_step_is_the_first(monkeypatch):
     runner._sampling = StepSampling(sampler, DeviceSlots(8, 1, 0, CPU), None)
     runner._sampling.graphs = graphs
     for starts in ([5, 9, 700, 9, 1, 30], [9, 9, 2], [1, 2, 3], [4]):
-        rows = tuple(PlanRow(7 - at, None, start, ((),), (7 - at,)) for at, start in enumerate(starts))
+        rows = tuple(
+            PlanRow(7 - at, None, start, ((),), (7 - at,), images=(ImageSpan(0, 2, 9 - at, b""),) * (at % 2))
+            for at, start in enumerate(starts)
+        )
         step = LaunchedStep(1, rows, cast(Any, Done()))
         runner._launch_graph(graphs, rows, {}, step)
         assert [start for _, start in graphs.rows] == sorted(starts, reverse=True)
+        assert graphs.shifts == [slot % 2 - slot - 2 if slot % 2 == 0 else 0 for slot, _ in graphs.rows]
         assert [row.tokens for row in runner.read(step).rows] == [(row.slot,) for row in rows]
