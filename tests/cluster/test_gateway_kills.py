@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 from deployment import Deployment
 from stress.gateways import KEY, kill_gateways, two_gateways
+from stress.gateways_proxied import kill_behind_proxy
+
+from proxies import program
 
 KILLS = 4
 BODY = {"model": "demo", "prompt": "def add(a, b):", "seed": 3, "max_tokens": 200, "stream": True}
@@ -21,7 +25,16 @@ def test_every_stream_goes_on_at_the_other_gateway(tmp_path, deployments):
         assert not seen.problems, "\n".join(seen.problems)
         assert seen.kills == KILLS and seen.resumed >= KILLS, seen
         go_on_by_http(deployment)
+        if (haproxy := program("haproxy")) is not None:
+            behind_proxy(deployment, haproxy, tmp_path)
         deployment.assert_idle()
+
+
+def behind_proxy(deployment: Deployment, haproxy: str, folder: Path) -> None:
+    """The stock client sees an error only of a stream that had begun."""
+    seen = asyncio.run(kill_behind_proxy(deployment, haproxy, folder, kills=KILLS, clients=8))
+    assert not seen.problems, "\n".join(seen.problems)
+    assert seen.kills == KILLS and seen.whole and seen.streams and seen.retried, seen
 
 
 def go_on_by_http(deployment: Deployment) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import re
-import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,59 +12,19 @@ from gateway_rig import Stream, gateway, kinds_of
 from scripted_decode import ScriptedDecode, saying
 
 from baton.v1 import inference_pb2_grpc
-from ports import free_port
+from proxies import documented, program, proxy
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/proxies.md"
 PIECES = 30
 PLAIN = "server { listen 8080; location / { proxy_pass http://127.0.0.1:8000; } }"
-NGINX = """daemon off; pid {folder}/pid; error_log stderr; worker_processes 1; {user} events {{}}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-    {servers}
-}}
-"""
-
-
-def documented(kind: str) -> str:
-    (found,) = re.findall(rf"^```{kind}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return found
 
 
 @asynccontextmanager
-async def proxied(program: str, text: str, folder: Path, rig):
-    """The proxy in front of the gateway; yields its ports for HTTP and gRPC."""
-    path = shutil.which(program, path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+async def proxied(name: str, text: str, folder: Path, rig):
+    path = program(name)
     if path is None:
-        pytest.skip(f"needs {program} (Debian: {program})")
-    http, other = free_port(), free_port()
-    text = text.replace("127.0.0.1:8000", rig.http.removeprefix("http://"))
-    text = text.replace("127.0.0.1:50050", rig.node.address)
-    text = re.sub(r"(listen |bind :)8080", rf"\g<1>{http}", text)
-    text = re.sub(r"(listen |bind :)8443", rf"\g<1>{other}", text)
-    file = folder / "configuration"
-    if program == "nginx":
-        user = "user root;" if os.geteuid() == 0 else ""  # the folder is this user's alone
-        file.write_text(NGINX.format(folder=folder, servers=text, user=user))
-        command = [path, "-p", str(folder), "-c", str(file)]
-    else:
-        file.write_text(text)
-        command = [path, "-db", "-f", str(file)]
-    process = await asyncio.create_subprocess_exec(*command)
-    try:
-        async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(10):
-            while True:
-                try:
-                    await client.get(f"http://127.0.0.1:{http}/version")
-                    break
-                except httpx.TransportError:
-                    assert process.returncode is None, f"{program} has ended"
-                    await asyncio.sleep(0.02)
-        yield http, other
-    finally:
-        process.terminate()
-        await asyncio.wait_for(process.wait(), 10)
+        pytest.skip(f"needs {name} (Debian: {name})")
+    async with proxy(path, text, folder, [(rig.http.removeprefix("http://"), rig.node.address)]) as ports:
+        yield ports
 
 
 async def pieces(port: int, path: str, body: dict) -> int:
@@ -88,13 +44,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("program", "text"), CASES, ids=["nginx", "nginx plain", "haproxy"])
-async def test_streams_come_piece_by_piece(program, text, tmp_path):
+@pytest.mark.parametrize(("name", "text"), CASES, ids=["nginx", "nginx plain", "haproxy"])
+async def test_streams_come_piece_by_piece(name, text, tmp_path):
     script = saying(*([40 + number] for number in range(PIECES)), pause=0.02)
     async with (
         ScriptedDecode(script) as node,
         gateway(node) as rig,
-        proxied(program, text, tmp_path, rig) as (port, grpc_port),
+        proxied(name, text, tmp_path, rig) as (port, grpc_port),
     ):
         user = [{"role": "user", "content": "Hi"}]
         assert await pieces(port, "completions", {"prompt": "x", "max_tokens": 99}) > PIECES / 2

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from deployment import Deployment
 from process import Process
@@ -28,6 +28,11 @@ SHAPES: Sequence[dict[str, Any]] = (
     {"temperature": 1.0, "grammar": {"regex": "(ab|[c-h ]){40,400}"}},
     {"temperature": 1.2, "stop": ["e", "zz"], "min_tokens": 40},
 )
+
+
+class Seen(Protocol):
+    kills: int
+    problems: list[str]
 
 
 @dataclass
@@ -82,16 +87,23 @@ async def kill_gateways(
 
     running = [asyncio.create_task(ask(number)) for number in range(streams)]
     try:
-        while seen.kills < kills and not seen.problems:
-            await asyncio.sleep(0.5)
-            gateway = gateways[seen.kills % 2]
-            await asyncio.to_thread(_kill, gateway)
-            seen.kills += 1
-            await asyncio.to_thread(gateway.wait_ready)
+        await kill_in_turn(gateways, kills, seen, lambda: asyncio.sleep(0.5))
     finally:
         over.set()
         await asyncio.gather(*running)
     return seen
+
+
+async def kill_in_turn(
+    gateways: Sequence[Process], kills: int, seen: Seen, pause: Callable[[], Awaitable[None]]
+) -> None:
+    """Until so many have been killed, or there is a problem. Each is ready again before the next one dies."""
+    while seen.kills < kills and not seen.problems:
+        await pause()
+        gateway = gateways[seen.kills % len(gateways)]
+        await asyncio.to_thread(_kill, gateway)
+        seen.kills += 1
+        await asyncio.to_thread(gateway.wait_ready)
 
 
 def _kill(gateway: Process) -> None:
