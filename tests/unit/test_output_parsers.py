@@ -256,7 +256,7 @@ def test_a_draft_of_a_call_is_reasoning_if_the_reasoning_goes_on():
 
 
 def test_reasoning_tokens_do_not_depend_on_when_output_is_taken():
-    early, late = (ParsedOutput(make_parser("gpt_oss", "gpt_oss", {}, opened=False), 0) for _ in range(2))
+    early, late = (ParsedOutput(make_parser("gpt_oss", "gpt_oss", {}, opened=False), 0, "") for _ in range(2))
     header, end = ["<|channel|>", "commentary", "<|message|>"], ["<|end|>", "<|start|>", "assistant"]
     for piece in [*header, "Well", *end, "<|channel|>", "analysis", "<|message|>", "so", " it", " is"]:
         for output in (early, late):

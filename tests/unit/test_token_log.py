@@ -75,7 +75,7 @@ def test_a_call_that_a_stop_string_cuts_off_is_left_out():
     log = TokenLog("a", stop=["END"])
     choice = log.choices[0]
     parser = make_parser("hermes", "", {"f": ""}, opened=False)
-    choice.begin(Vocabulary((), (), frozenset(), False, 0), [], ParsedOutput(parser, 0))
+    choice.begin(Vocabulary((), (), frozenset(), False, 0), [], ParsedOutput(parser, 0, ""))
     for token, text in enumerate(['Yes.\n<tool_call>{"name": "f", "argu', "ments", '": {"a": "EN', 'D"}}']):
         choice.append([token], text)
     (event,) = drain(log)
@@ -128,7 +128,7 @@ class Echo(ParsedOutput):
     """Letters are text, digits calls, and `?` is reasoning."""
 
     def __init__(self):
-        super().__init__(Letters(), 0)
+        super().__init__(Letters(), 0, "")
 
 
 class Letters(Reader):

@@ -193,7 +193,7 @@ def test_no_end_of_the_analysis_is_spelled(marked):
 def test_calls_after_the_reasoning_of_which_marks_are_special_tokens(marked, form):
     parser = make_parser(form, "think", {tool.name: tool.parameters for tool in TOOLS}, opened=True)
     log = ChoiceLog(0, (), 0)
-    log.begin(marked.vocabulary, [], ParsedOutput(parser, 0))
+    log.begin(marked.vocabulary, [], ParsedOutput(parser, 0, ""))
     call = written(form, True, '{"unit": "c"}')
     log.push(marked.encode([f"so</think>{call}<|endoftext|>"], False)[0], (), FINISH_REASON_STOP)
     delta = log.take("", True).delta

@@ -124,10 +124,10 @@ async def running(
     setattr(request.state, BEGUN, True)
     traceparent = request.headers.get("traceparent", "")
     names = replace(names, grammar=grammar or names.grammar)
-    resume = None
+    resume = counts = None
     if ticket := request.headers.get(TICKET_HEADER):
-        resume = resume_from(ticket, request.headers.get(POSITION_HEADER, ""), starts)
-    job = RequestBatch(gateway, starts, request.state.api_key, traceparent, names, resume)
+        resume, counts = resume_from(ticket, request.headers.get(POSITION_HEADER, ""), starts)
+    job = RequestBatch(gateway, starts, request.state.api_key, traceparent, names, resume, counts)
     job.begin()
     watch = asyncio.create_task(cancel_on_disconnect(request.receive, job))
     try:
@@ -165,8 +165,6 @@ async def respond(
     if stream:
         await job.wait_for_start()
         response = EventStream(job, _events(job, answer))
-        if ticket := job.ticket:
-            response.headers[TICKET_HEADER] = ticket
     else:
         await job.wait_for_output()
         chunks = await answer.begin()
@@ -235,6 +233,8 @@ class EventStream(Response):
         self.headers.update(UNBUFFERED)
         self._job = job
         self._events = events
+        if ticket := job.ticket:
+            self.headers[TICKET_HEADER] = ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         clock = asyncio.get_running_loop().time

@@ -41,9 +41,10 @@ class RequestBatch:
         traceparent: str = "",
         names: FieldNames = OPENAI,
         resume: inference_pb2.GenerateResume | None = None,
+        counts: tuple[int, int] | None = None,
     ) -> None:
         """traceparent: the client's trace context; empty: it has none. names: of fields, in errors. resume:
-        another gateway had begun the one request."""
+        another gateway had begun the one request. counts: of events that its client has."""
         self._gateway = gateway
         self._api_key = api_key
         self.n = starts[0].n or 1
@@ -57,7 +58,7 @@ class RequestBatch:
             GatewayRequest(gateway, start, self._wake.set, api_key, "http", traceparent, resume)
             for start in starts
         ]
-        self.position = StreamPosition(starts, resume)
+        self.position = StreamPosition(starts, resume, counts)
         self._requests[0].resumption.replay = True
         self._begun = 0
         self._retry: asyncio.TimerHandle | None = None
@@ -67,10 +68,10 @@ class RequestBatch:
         self.prompt_tokens = 0
         """Number of tokens of all prompts that have been accepted."""
 
-    def keep_log(self, possible: bool) -> None:
-        """If the gateway dies, another goes on with the stream, if its form makes that possible. To be called
-        before anything is awaited. Raises ApiError."""
-        self._requests[0].resumption.keep_log = self.position.keep(possible)
+    def keep_log(self, possible: bool, counted: bool = False) -> None:
+        """If the gateway dies, another goes on with the stream, if its form makes that possible. counted: ids
+        of its events have counts. To be called before anything is awaited. Raises ApiError."""
+        self._requests[0].resumption.keep_log = self.position.keep(possible, counted)
 
     @property
     def ticket(self) -> str:

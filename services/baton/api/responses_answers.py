@@ -1,9 +1,8 @@
-"""Answers of /v1/responses: output items in order, whole or as typed events with sequence numbers."""
+"""Answers of /v1/responses: output items in order, whole or as typed events."""
 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,13 +70,11 @@ SUMMARY = Growing(
 )
 
 
-def response_id() -> str:
-    return f"resp_{uuid.uuid4().hex}"
-
-
 class ResponseAnswer(TypedAnswer):
     """`keep` is called with the response and the assistant's message, once the response is complete; with
     None for the message, if it fails after its stream has begun."""
+
+    NUMBERED = True
 
     def __init__(
         self,
@@ -90,7 +87,6 @@ class ResponseAnswer(TypedAnswer):
         self._keep = keep
         self._tools = {each.shown: each for each in request.offered}
         self._message = tokenizer_pb2.ChatMessage(role="assistant")
-        self._sequence = 0
         self._reasoning = REASONING if request.summary is None else SUMMARY
         self._open: Growing | None = None
         """The item that grows, the last one."""
@@ -141,9 +137,7 @@ class ResponseAnswer(TypedAnswer):
         return self._response
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        event = {"type": kind, "sequence_number": self._sequence, **fields}
-        self._sequence += 1
-        return event
+        return {"type": kind, **fields}
 
     def _of_response(self, kind: str) -> Json:
         response = {**self._response, "output": [*self._output]}

@@ -15,7 +15,7 @@ from baton.api.openai_answers import RequestBatch
 from baton.api.openai_errors import ApiError
 from baton.api.openai_fields import Json
 from baton.api.response_store import ResponseStore, StoredResponse
-from baton.api.responses_answers import ResponseAnswer, response_id
+from baton.api.responses_answers import ResponseAnswer
 from baton.api.responses_items import InputItem, OutputItems, ReferenceItem, input_messages
 from baton.api.responses_protocol import ConversationRequest, ResponsesRequest, response_start
 from baton.api.typed_events import respond
@@ -70,7 +70,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
     @app.post("/v1/responses")
     async def create(request: Request) -> Response:
-        owner, id = request.state.api_key.owner, response_id()
+        owner = request.state.api_key.owner
 
         def starts(body: ResponsesRequest) -> list[inference_pb2.GenerateStart]:
             if isinstance(body.input, list):
@@ -102,6 +102,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         earlier_messages = earlier(asked, owner) if asked.store is not False else []
         grammar = grammar_field(body.made[0], RESPONSES.grammar)
         async with running(gateway, body.made, request, grammar) as job:
+            id = f"resp_{job.name}"
             answer = ResponseAnswer(asked, id, keep)
             if asked.stream:  # else nobody knows its name before it has ended
                 under_way[owner, id] = job

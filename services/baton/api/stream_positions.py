@@ -1,7 +1,8 @@
 """Ids of server-sent events say what a client has, so that another gateway can go on from `Last-Event-ID`.
 
 Of each choice: characters of text and of reasoning, tool calls, log-probabilities, and its finish reason,
-all as numbers, with points between them and a comma between choices.
+all as numbers, with points between them and a comma between choices. Where one piece of output makes several
+events: also how many of them follow that position, and the number of all events, behind slashes.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from baton.v1 import common_pb2, inference_pb2
 TICKET_HEADER = "x-baton-resume"
 POSITION_HEADER = "last-event-id"
 _CHOICE = r"\d{1,10}\.\d{1,10}\.\d{1,6}\.\d{1,10}\.\d"
+_COUNTS = r"/(\d{1,10})/(\d{1,10})"
 
 
 class StreamPosition:
     """What the client of a stream has, and what it had when the stream began."""
 
     def __init__(
-        self, starts: Sequence[inference_pb2.GenerateStart], resume: inference_pb2.GenerateResume | None
+        self,
+        starts: Sequence[inference_pb2.GenerateStart],
+        resume: inference_pb2.GenerateResume | None,
+        counts: tuple[int, int] | None = None,
     ) -> None:
-        """resume: another gateway had begun the one request."""
+        """resume: another gateway had begun the one request. counts: of events that its client has."""
         start = starts[0]
         prompt_logprobs = start.sampling.HasField("prompt_logprobs")
         self._possible = len(starts) == 1 and not start.include_token_ids and not prompt_logprobs
@@ -37,10 +42,18 @@ class StreamPosition:
         """Empty: no other gateway can go on with the stream."""
         self._n = start.n or 1
         self._resume = resume
+        self._counts = counts
 
-    def keep(self, possible: bool) -> bool:
-        """Whether another gateway may go on with the answer. possible: by its form. Raises ApiError if this
-        one is to go on with it, and that is not possible."""
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Events that the client has: behind its position, and all."""
+        return self._counts or (0, 0)
+
+    def keep(self, possible: bool, counted: bool = False) -> bool:
+        """Whether another gateway may go on with the answer. possible: by its form. counted: ids of its
+        events have counts. Raises ApiError if this one is to go on with it, and that is not possible."""
+        if (self.begun and self._counts is None) if counted else self._counts is not None:
+            raise _no_id()
         if possible and self._possible:
             self._had = (
                 list(self._resume.choices) if self._resume is not None else parse_position("", self._n)
@@ -62,7 +75,7 @@ class StreamPosition:
         return seen if says_something(seen) else None, delta if says_something(delta) else None
 
     def after(self, delta: inference_pb2.Delta) -> str:
-        """The id of the event with the delta; empty: it has none."""
+        """The client will have the delta: its position then, the id of the event; empty: there is none."""
         if not self._had or not self.ticket:
             return ""
         had = self._had[delta.choice]
@@ -71,6 +84,11 @@ class StreamPosition:
         had.tool_calls += len(delta.tool_calls)
         had.logprobs += len(delta.logprobs)
         had.finish_reason = delta.finish_reason or had.finish_reason
+        return str(self)
+
+    def __str__(self) -> str:
+        if not self.ticket:
+            return ""
         return ",".join(
             f"{had.text_characters}.{had.reasoning_characters}.{had.tool_calls}.{had.logprobs}."
             f"{had.finish_reason}"
@@ -83,7 +101,7 @@ def parse_position(text: str, n: int) -> list[inference_pb2.ReceivedChoice]:
     if not text:
         return [inference_pb2.ReceivedChoice(logprobs=0) for _ in range(n)]
     if not re.fullmatch(f"{_CHOICE}(,{_CHOICE}){{{n - 1}}}", text):
-        raise ApiError(400, f"{POSITION_HEADER} is no id of an event of this request", POSITION_HEADER)
+        raise _no_id()
     made = []
     for choice in text.split(","):
         characters, reasoning, calls, logprobs, finish = map(int, choice.split("."))
@@ -91,16 +109,25 @@ def parse_position(text: str, n: int) -> list[inference_pb2.ReceivedChoice]:
             text_characters=characters, reasoning_characters=reasoning, tool_calls=calls, logprobs=logprobs
         )
         if finish not in common_pb2.FinishReason.values():
-            raise ApiError(400, f"{POSITION_HEADER} is no id of an event of this request", POSITION_HEADER)
+            raise _no_id()
         had.finish_reason = cast(common_pb2.FinishReason, finish)
         made.append(had)
     return made
 
 
+def _no_id() -> ApiError:
+    return ApiError(400, f"{POSITION_HEADER} is no id of an event of this request", POSITION_HEADER)
+
+
 def resume_from(
     ticket: str, position: str, starts: Sequence[inference_pb2.GenerateStart]
-) -> inference_pb2.GenerateResume:
-    """Raises ApiError."""
+) -> tuple[inference_pb2.GenerateResume, tuple[int, int] | None]:
+    """What the client has, and its counts of events; None: its ids have none. Raises ApiError."""
     if len(starts) != 1:
         raise ApiError(400, f"{TICKET_HEADER} goes with one prompt only", TICKET_HEADER)
-    return inference_pb2.GenerateResume(ticket=ticket, choices=parse_position(position, starts[0].n or 1))
+    counts = None
+    if found := re.search(f"{_COUNTS}$", position):
+        counts = int(found[1]), int(found[2])
+        position = position[: found.start()]
+    choices = parse_position(position, starts[0].n or 1)
+    return inference_pb2.GenerateResume(ticket=ticket, choices=choices), counts

@@ -3,8 +3,8 @@ them."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
+from hashlib import sha256
 from itertools import pairwise
 
 from baton.gateway.tool_grammars import callable_tools, constrain, most_calls
@@ -19,15 +19,18 @@ _PLACES = {ParsedReasoning: 0, ParsedText: 1, ParsedCall: 2}
 
 
 class ParsedOutput:
-    """The parsed output of one choice. most_calls: after so many the choice is complete; 0: no limit."""
+    """The parsed output of one choice. most_calls: after so many the choice is complete; 0: no limit.
+    name: the choice's, from which its calls have their ids: a resumed request has the same."""
 
-    def __init__(self, parser: Reader, most_calls: int) -> None:
+    def __init__(self, parser: Reader, most_calls: int, name: str) -> None:
         self.calls = 0
         self.complete = False
         self.reasoning_tokens = 0
         self._undecided = 0
         self._parser = parser
         self._most_calls = most_calls
+        self._name = name
+        self._taken_calls = 0
         self._events: list[ParserEvent] = []
         self._ended = False
 
@@ -76,12 +79,14 @@ class ParsedOutput:
         delta.reasoning = "".join(event.text for event in events if isinstance(event, ParsedReasoning))
         for event in events:
             if isinstance(event, ParsedCall):
-                delta.tool_calls.add(id=new_call_id(), name=event.name, arguments=event.arguments)
+                id = call_id(f"{self._name} {self._taken_calls}")
+                delta.tool_calls.add(id=id, name=event.name, arguments=event.arguments)
+                self._taken_calls += 1
 
 
-def new_call_id() -> str:
+def call_id(name: str) -> str:
     """Nine letters and digits at the end, the form that Mistral's templates want of a whole id."""
-    return f"call_{secrets.token_hex(5)[:9]}"
+    return f"call_{sha256(name.encode()).hexdigest()[:9]}"
 
 
 class OutputParsers:
@@ -116,7 +121,7 @@ class OutputParsers:
         if grammar is not None:
             sampling.grammar.CopyFrom(grammar)
 
-    def make(self) -> ParsedOutput | None:
-        """For one choice; None: all of its output is the answer."""
+    def make(self, name: str) -> ParsedOutput | None:
+        """For the choice of that name; None: all of its output is the answer."""
         parser = make_parser(*self._formats, self._tools, opened=self._opened)
-        return ParsedOutput(parser, self._most_calls) if parser is not None else None
+        return ParsedOutput(parser, self._most_calls, name) if parser is not None else None

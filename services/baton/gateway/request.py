@@ -172,10 +172,9 @@ class GatewayRequest:
             # Read once: they are asked for at every token.
             self._max_tokens, self._vocabulary_size = sampling.max_tokens, vocabulary.size
             self._with_logprobs = sampling.HasField("logprobs")
-            self.log.prompt_ids, self.log.image_tokens = self.prompt.token_ids, self.prompt.image_tokens
+            self.log.begin(vocabulary, self.prompt.token_ids, outputs, self.resumption.first)
+            self.log.image_tokens = self.prompt.image_tokens
             self._routing = self._gateway.routing(self._template, self.prompt.keys, self._session)
-            for choice in self.log.choices:
-                choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
             await self.resumption.prepared(start, prepared, self.log, self.seconds_left)
             if self.log.terminal is not None:
                 return

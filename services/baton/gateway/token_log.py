@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from google.rpc import status_pb2
 
-from baton.gateway.parsed_output import ParsedOutput
+from baton.gateway.parsed_output import OutputParsers, ParsedOutput
 from baton.gateway.stop_strings import StopMatcher
 from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.tokenizer.detokenize import Detokenizer
@@ -236,6 +236,15 @@ class TokenLog:
         self._prompt_logprobs: Sequence[common_pb2.PositionLogprobs] | None = None
         self._prompt_logprobs_due = await_prompt_logprobs
         self._terminal_taken = False
+
+    def begin(
+        self, vocabulary: Vocabulary, prompt_ids: list[int], parsers: OutputParsers | None, name: str
+    ) -> None:
+        """name: the request's first one, from which calls of tools have their ids."""
+        self.prompt_ids = prompt_ids
+        for choice in self.choices:
+            output = parsers.make(f"{name} {choice.index}") if parsers is not None else None
+            choice.begin(vocabulary, prompt_ids, output)
 
     @property
     def output_tokens(self) -> int:
