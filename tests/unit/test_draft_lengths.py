@@ -133,6 +133,24 @@ def test_a_wrong_cost_is_corrected_by_the_times_of_steps(told):
     assert Node(truth, 8, 0.7, told=told).rate(1000) >= 0.9 * fixed
 
 
+def test_a_size_between_those_seen_takes_a_time_between_theirs():
+    """Told nothing of rows, it knows one token's time and eight tokens': two do not take that of eight."""
+    times = StepTimes()
+    times.cost = cost(0.0)
+    times.add(False, 1, 0, 1.0)
+    times.add(True, 8, 0, 1.5)
+    assert 1.0 < times.seconds(True, 2, 0) < 1.1 < times.seconds(True, 5, 0) < 1.5
+    seconds = times.with_drafts(np.arange(2, 9), 0)
+    assert (np.diff(seconds) > 0).all() and seconds[0] == times.seconds(True, 2, 0)
+    apart = StepTimes(apart=True)  # as in CUDA graphs
+    apart.cost = times.cost
+    apart.add(False, 1, 0, 1.0)
+    assert apart.seconds(True, 4, 0) == pytest.approx(1.0)
+    apart.add(True, 8, 0, 1.5)
+    assert apart.seconds(True, 2, 0) == pytest.approx(1.5)
+    assert apart.seconds(False, 1, 0) == pytest.approx(1.0)
+
+
 def test_an_accident_is_forgotten():
     times = StepTimes()
     times.cost = cost(0.02)

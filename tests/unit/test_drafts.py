@@ -142,11 +142,24 @@ def test_suffixes_that_occurred_before():
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4]
     sequence = request("a", text).sequences[0]
     drafter = SuffixDrafter()
-    # A match of four tokens drafts at most four.
-    assert drafter.draft(sequence, 3) == [5, 6, 7] and drafter.draft(sequence, 9) == ()
-    for token, drafts in ((5, [6, 7, 8, 9, 1]), (60, ()), (2, ()), (3, ()), (4, [5, 60, 2])):
+    assert drafter.draft(sequence, 9) == [5, 6, 7, 8, 9, 1, 2, 3, 4] and drafter.draft(sequence, 9) == ()
+    for token, drafts in ((5, [6, 7, 8, 9, 1]), (60, ()), (2, ()), (3, ()), (4, ())):
         sequence.tokens.append(token)
         assert drafter.draft(sequence, 9)[: len(drafts) or 1] == drafts
+    sequence.request.accepted_drafts = 1  # now three tokens are enough
+    sequence.tokens += [21, 60, 2, 3]
+    assert drafter.draft(sequence, 3) == [4, 21, 60]
+
+
+def test_a_text_that_is_followed_goes_before_a_newer_one():
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 30, 3, 4, 5, 40, 1, 2, 3, 4]
+    sequence = request("a", text).sequences[0]
+    drafter = SuffixDrafter()
+    assert drafter.draft(sequence, 2) == [5, 6]
+    sequence.tokens.append(5)  # (3, 4, 5) last went on with 40, but (1, 2, 3, 4, 5) with 6
+    assert drafter.draft(sequence, 2) == [6, 7]
+    sequence.tokens += [40, 1, 2]
+    assert drafter.draft(sequence, 2) == [3, 4]  # a longer match than the one followed
 
 
 def test_suffixes_of_a_text_that_repeats_itself():

@@ -8,7 +8,7 @@ whole batch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -118,14 +118,17 @@ class StepTimes:
     """The seconds of a step of decode rows, up to a factor that all share: only ratios matter.
 
     A step's logarithm is that of the measured cost, plus the node's speed now, plus a correction for steps of
-    its size, which is learned."""
+    its size, which is learned; between sizes that were seen lately it is interpolated."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = False) -> None:
+        """`apart`: steps with drafts run other kernels than those without, so that the time of one says
+        nothing about the other. Otherwise it depends on their tokens alone."""
+        self._apart = apart
         self.cost: StepCost | None = None
         """Measured at the start; None: any step takes the same until its time has been seen."""
         self._speed: float | None = None
         self._known: dict[tuple[bool, int], tuple[float, int, int]] = {}
-        """(with drafts, size) -> correction, steps seen, the last of them."""
+        """(with drafts, if these are apart; size) -> correction, steps seen, the last of them."""
         self._steps = 0
 
     def add(self, drafted: bool, size: int, context: int, seconds: float) -> None:
@@ -134,29 +137,26 @@ class StepTimes:
         plain = math.log(seconds / self._measured(size, context))
         if self._speed is None:
             self._speed = plain
-        key = drafted, _bucket(size)
-        expected, seen = self._correction(*key), self._known.get(key, (0.0, 0, 0))[1]
+        key = drafted and self._apart, _bucket(size)
+        expected, seen = self._correction(drafted, size), self._known.get(key, (0.0, 0, 0))[1]
         error = max(-MAX_SURPRISE, min(MAX_SURPRISE, plain - self._speed - expected))
         weight = max(TIME_WEIGHT, 1 / (1 + seen))
         self._known[key] = expected + weight * error, seen + 1, self._steps
         self._speed += SPEED_WEIGHT * (1 - weight) * error
 
     def seconds(self, drafted: bool, size: int, context: int) -> float:
-        return self._measured(size, context) * math.exp(self._correction(drafted, _bucket(size)))
+        return self._measured(size, context) * math.exp(self._correction(drafted, size))
 
     def with_drafts(self, sizes: Ints, context: int) -> Floats:
         """`seconds` of steps with drafts, of each of these ascending sizes."""
         shifts = np.maximum(0, np.frexp(sizes)[1] - 4)
-        buckets, fresh = 8 * shifts + (sizes >> shifts), self._fresh()
-        first = np.diff(buckets, prepend=-1).nonzero()[0]
-        factors = [math.exp(_nearest(fresh, True, bucket)) for bucket in buckets[first].tolist()]
         row = self.cost.row if self.cost is not None else 0.0
-        times: Floats = np.repeat(factors, np.diff(first, append=len(sizes)))
-        return times * (self._measured(0, context) + row * sizes)
+        factors: Floats = np.exp(self._corrections(True, 8 * shifts + (sizes >> shifts)))
+        return factors * (self._measured(0, context) + row * sizes)
 
     def seen(self, drafted: bool, size: int) -> bool:
         """Whether the time of such a step has been seen lately."""
-        own = self._known.get((drafted, _bucket(size)))
+        own = self._known.get((drafted and self._apart, _bucket(size)))
         return own is not None and own[2] >= self._steps - TIMES_MEMORY
 
     def prompts(self, tokens: int) -> float:
@@ -167,22 +167,18 @@ class StepTimes:
         cost = self.cost
         return cost.fixed + cost.row * size + cost.key * context + 1e-9 if cost is not None else 1.0
 
-    def _correction(self, drafted: bool, bucket: int) -> float:
-        return _nearest(self._fresh(), drafted, bucket)
+    def _correction(self, drafted: bool, size: int) -> float:
+        return float(self._corrections(drafted, np.array([_bucket(size)]))[0])
 
-    def _fresh(self) -> dict[tuple[bool, int], float]:
-        """The corrections that have been seen lately."""
+    def _corrections(self, drafted: bool, buckets: Ints) -> Floats:
+        """Interpolated between those of their sort that have been seen lately; if none has, between the
+        others."""
         since = self._steps - TIMES_MEMORY
-        return {key: found[0] for key, found in self._known.items() if found[2] >= since}
-
-
-def _nearest(known: Mapping[tuple[bool, int], float], drafted: bool, bucket: int) -> float:
-    """The correction of this size, else of the nearest of its sort, else of the nearest."""
-    own = known.get((drafted, bucket))
-    if own is not None:
-        return own
-    fresh = [(sort != drafted, abs(at - bucket), found) for (sort, at), found in known.items()]
-    return min(fresh, default=(False, 0, 0.0))[2]
+        fresh = sorted((key, found[0]) for key, found in self._known.items() if found[2] >= since)
+        fresh = [each for each in fresh if each[0][0] == (drafted and self._apart)] or fresh
+        if not fresh:
+            return np.zeros(len(buckets))
+        return np.interp(buckets, [bucket for (_, bucket), _ in fresh], [found for _, found in fresh])
 
 
 def _bucket(size: int) -> int:
@@ -197,7 +193,7 @@ class DraftLengths:
     def __init__(self, padding: Callable[[int, int], int] | None = None, computes: bool = False) -> None:
         """`padding(rows, longest)`: the tokens that a step with drafts computes, on a device that computes
         each row as long as the longest; None: those that it has. `computes`: see Drafter."""
-        self.times = StepTimes()
+        self.times = StepTimes(apart=padding is not None)
         self._padding, self._computes = padding, computes
         self._kinds: dict[tuple[DraftKind, int], _Rate] = {}
         """(kind, place in the row) -> the drafts there, if those before them were right."""

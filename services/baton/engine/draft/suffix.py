@@ -2,8 +2,8 @@
 what followed the whole sequence in the prefix tree, where outputs of earlier requests are. The longer match
 of the two goes first.
 
-Prompt lookup (Saxena, github.com/apoorvumang/prompt-lookup-decoding, 2023); the longer the match, the more is
-drafted, as in SuffixDecoding (Oliaro et al., arXiv:2411.04975).
+Prompt lookup (Saxena, github.com/apoorvumang/prompt-lookup-decoding, 2023). How far drafts are right is
+learned by the length of the match, which SuffixDecoding (Oliaro et al., arXiv:2411.04975) chooses lengths by.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from baton.kvcache.tree_walk import TreeWalk
 
 LEAST_MATCH = 3
 """Tokens that must have occurred before."""
+FIRST_MATCH = 4
+"""While no draft of the request has been right. Half of the matches of three tokens are wrong in a text that
+quotes nothing, and a short answer does not make up for one wrong draft."""
 LONGEST_MATCH = 32
 """Longer matches say no more."""
 MOST_TOKENS = 8192
@@ -77,6 +80,8 @@ class _Known:
 
     walk: TreeWalk | None
     index: SuffixIndex = field(default_factory=SuffixIndex)
+    distance: int = 0
+    """From the last tokens back to those that they matched last; 0: none yet."""
 
 
 class SuffixDrafter(Drafter):
@@ -92,27 +97,34 @@ class SuffixDrafter(Drafter):
         if not isinstance(known, _Known):
             walk = self._cache.walk(sequence.request.namespace) if self._cache is not None else None
             known = sequence.drafting = _Known(walk)
-        end = known.index.extend(tokens)
-        matched = _matched(tokens, end) if end is not None else 0
+        end, matched = known.index.extend(tokens), 0
+        if end is not None:
+            matched, followed = _matched(tokens, end, LEAST_MATCH), len(tokens) - 1 - known.distance
+            # A text that has been followed so far is a longer match than a newer one that has only begun.
+            if known.distance and (length := _matched(tokens, followed)) > matched:
+                end, matched = followed, length
+            known.distance = len(tokens) - 1 - end
         if known.walk is not None and sequence.num_read >= matched:
             found = known.walk.onward(tokens, most)
             if found:
                 sequence.draft_kind = OF_TREE + min(sequence.num_read, 4) // 4
                 return found
-        if end is None:
+        least = LEAST_MATCH if sequence.request.accepted_drafts else FIRST_MATCH
+        if end is None or matched < least:
             return ()
         sequence.draft_kind = matched.bit_length()
         last = len(tokens) - 1
         drafts: list[int] = []
         # What follows may run into the end: then the text repeats itself, and its drafts follow.
-        for at in range(end + 1, end + 1 + min(most, matched)):
+        for at in range(end + 1, end + 1 + most):
             drafts.append(tokens[at] if at <= last else drafts[at - last - 1])
         return drafts
 
 
-def _matched(tokens: Sequence[int], end: int) -> int:
-    """How many of the last tokens are those that end at index `end`, of which LEAST_MATCH are known to be."""
-    last, matched = len(tokens) - 1, LEAST_MATCH
+def _matched(tokens: Sequence[int], end: int, matched: int = 0) -> int:
+    """How many of the last tokens, LONGEST_MATCH at most, are those that end at index `end`; so many are
+    known to be, `matched`."""
+    last = len(tokens) - 1
     while matched < min(LONGEST_MATCH, end + 1) and tokens[end - matched] == tokens[last - matched]:
         matched += 1
     return matched
