@@ -1,7 +1,7 @@
 """Train demo-vision: a tiny Qwen3-VL checkpoint that names colour and shape of drawn figures, "a red square".
 
-    python tools/train_demo_vision.py train OUT             # minutes on a GPU; half an hour on an idle core
-    python tools/train_demo_vision.py evaluate HOST:PORT    # fresh drawings, asked of a gateway
+    python tools/train_demo_vision.py train OUT                # minutes on a GPU, half an hour on a core
+    python tools/train_demo_vision.py show HOST:PORT OUT.png   # fresh drawings with a gateway's answers
 
 `train` writes what it has every few hundred steps; called again, it goes on from there. On one machine the
 same steps give the same weights, in however many calls. transformers' modelling code is used for training
@@ -10,7 +10,6 @@ only. Pictures are resized as Baton resizes them.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import pathlib
@@ -25,7 +24,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,6 +37,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from baton.demo.figures import COLOURS, LARGEST, QUESTIONS, SHAPES, Drawing, draw
 from baton.pictures.settings import PictureSettings
 
 PATCH, MERGE = 8, 2
@@ -52,22 +52,6 @@ IMAGE, VISION_START, VISION_END, VIDEO = (
     "<|video_pad|>",
 )
 SPECIAL = [END, START, STOP, VISION_START, VISION_END, IMAGE, VIDEO]
-COLOURS = {
-    "red": (215, 30, 35),
-    "green": (30, 150, 50),
-    "blue": (35, 70, 210),
-    "yellow": (245, 215, 30),
-    "orange": (245, 130, 20),
-    "purple": (130, 40, 160),
-    "black": (20, 20, 20),
-    "brown": (120, 70, 30),
-}
-"""Red, green and blue, each 0 to 255. An ink differs a little from these."""
-SHAPES = ("square", "circle", "triangle", "star", "cross", "ring")
-SMALLEST, LARGEST = 64, 176
-"""Pixels of a drawing's side."""
-SMOOTH = 2
-"""A drawing is made larger by this factor first, for smooth edges."""
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~ '\\n' }}"
     "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
@@ -75,13 +59,6 @@ CHAT_TEMPLATE = (
     "{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-QUESTIONS = {
-    "what": ("What is this?", "What do you see?", "What is drawn here?", "What is in the picture?"),
-    "colour": ("Which colour is it?", "What colour does it have?"),
-    "shape": ("Which shape is it?", "What shape does it have?"),
-    "first": ("What is in the first picture?", "What does the first picture show?"),
-    "second": ("What is in the second picture?", "What does the second picture show?"),
-}
 HELLO = "Show me a picture of one figure, such as a red square, and ask me what it is."
 WARM_UP = 200
 """Steps."""
@@ -97,65 +74,6 @@ LOWEST = 0.95
 """Share of fresh drawings that must be named right."""
 MOST_BYTES = 12 * 10**6
 """Of the checkpoint."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    colour: str
-    shape: str
-    picture: Image.Image
-
-    @property
-    def name(self) -> str:
-        """As demo-vision says it: "a red square"."""
-        return f"{'an' if self.colour[0] in 'aeiou' else 'a'} {self.colour} {self.shape}"
-
-    def png(self) -> bytes:
-        file = io.BytesIO()
-        self.picture.save(file, "PNG")
-        return file.getvalue()
-
-
-def draw(rng: random.Random, colour: str = "", shape: str = "") -> Drawing:
-    """One figure of any size, place and turn on a light ground. colour, shape: any, if empty."""
-    colour, shape = colour or rng.choice(list(COLOURS)), shape or rng.choice(SHAPES)
-    width, height = rng.randrange(SMALLEST, LARGEST), rng.randrange(SMALLEST, LARGEST)
-    ground = tuple(rng.randrange(205, 256) for _ in range(3))
-    ink = tuple(max(0, min(255, value + rng.randrange(-18, 19))) for value in COLOURS[colour])
-    image = Image.new("RGB", (SMOOTH * width, SMOOTH * height), ground)
-    radius = SMOOTH * min(width, height) * rng.uniform(0.28, 0.46)
-    x = rng.uniform(radius, SMOOTH * width - radius)
-    y = rng.uniform(radius, SMOOTH * height - radius)
-    pen, turn = ImageDraw.Draw(image), rng.uniform(-0.35, 0.35)
-    box = (x - radius, y - radius, x + radius, y + radius)
-    if shape == "circle":
-        pen.ellipse(box, fill=ink)
-    elif shape == "ring":
-        pen.ellipse(box, outline=ink, width=int(radius * rng.uniform(0.24, 0.36)))
-    else:
-        for corners in _outlines(shape, rng):
-            points = [
-                (x + radius * far * math.cos(angle + turn), y + radius * far * math.sin(angle + turn))
-                for angle, far in corners
-            ]
-            pen.polygon(points, fill=ink)
-    return Drawing(colour, shape, image.resize((width, height), Image.Resampling.BOX))
-
-
-def _outlines(shape: str, rng: random.Random) -> list[list[tuple[float, float]]]:
-    """Polygons: each corner's angle, and its distance from the middle, 0 to 1."""
-    if shape == "cross":
-        wide = rng.uniform(0.22, 0.32)
-        arm = [(-1, -wide), (1, -wide), (1, wide), (-1, wide)]
-        return [
-            [(math.atan2(b, a) + turn, min(1, math.hypot(a, b))) for a, b in arm] for turn in (0, math.pi / 2)
-        ]
-    count = {"square": 4, "triangle": 3, "star": 10}[shape]
-    first = math.pi / 4 if shape == "square" else -math.pi / 2
-    inner = rng.uniform(0.38, 0.48) if shape == "star" else 1
-    return [[(first + 2 * math.pi * i / count, inner if i % 2 else 1) for i in range(count)]]
-
-
 ONE = ("what", "what", "colour", "shape")
 ANY = (*ONE * 4, *("what", "first", "second") * 6, "none")
 """Kinds of examples, each as often as it is seen."""
@@ -450,34 +368,28 @@ def train(out: pathlib.Path, steps: int, minutes: float, batch: int, processes: 
 
 @main.command()
 @click.argument("server")
-@click.option("--drawings", default=200)
-@click.option("--seed", default=FRESH, help="No training step has it.")
-def evaluate(server: str, drawings: int, seed: int) -> None:
-    """Asks the gateway at SERVER what fresh drawings show, alone and as one of two. Fails below 95 %."""
+@click.argument("file", type=click.Path(path_type=pathlib.Path))
+@click.option("--seed", default=FRESH + 1, help="No training step has it.")
+def show(server: str, file: pathlib.Path, seed: int) -> None:
+    """Writes six fresh drawings as one PNG, with what the gateway at SERVER says below each of them."""
     from baton.client import Client
 
     rng = random.Random(seed)
-    right = {"alone": 0, "one of two": 0}
-    wrong: list[str] = []
+    cell, line = LARGEST + 8, 24
+    page = Image.new("RGB", (6 * cell, cell + line), "white")
     with Client(server) as client:
-
-        def ask(kind: str, wanted: Drawing, content: list[str | bytes]) -> None:
+        for column in range(6):
+            drawing = draw(rng)
+            content: list[str | bytes] = [drawing.png(), QUESTIONS["what"][0]]
             said = client.generate(
                 messages=[{"role": "user", "content": content}], temperature=0, max_tokens=16
-            )
-            right[kind] += said.text.strip() == wanted.name
-            if said.text.strip() != wanted.name:
-                wrong.append(f"{wanted.name}: {said.text.strip()}")
-
-        for _ in range(drawings):
-            one, two = draw(rng), draw(rng)
-            ask("alone", one, [one.png(), rng.choice(QUESTIONS["what"])])
-            kind, wanted = rng.choice([("first", one), ("second", two)])
-            ask("one of two", wanted, [one.png(), two.png(), rng.choice(QUESTIONS[kind])])
-    shares = {kind: count / drawings for kind, count in right.items()}
-    click.echo(json.dumps({"right": shares, "drawings": drawings, "wrong": wrong[:20]}, indent=1))
-    if min(shares.values()) < LOWEST:
-        raise SystemExit(1)
+            ).text
+            click.echo(f"{drawing.name}: {said}")
+            left, picture = column * cell, drawing.picture
+            page.paste(picture, (left + (cell - picture.width) // 2, (cell - picture.height) // 2))
+            pen, font = ImageDraw.Draw(page), ImageFont.load_default(16)
+            pen.text((left + cell // 2, cell), said, "black", font, anchor="ma")
+    page.save(file, optimize=True)
 
 
 if __name__ == "__main__":

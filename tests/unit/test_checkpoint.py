@@ -13,7 +13,8 @@ def checkpoint(tmp_path):
 
 def test_resolve(checkpoint, monkeypatch):
     assert resolve(str(checkpoint)) == checkpoint
-    assert (resolve("demo") / "config.json").is_file()
+    for name in ("demo", "demo-vision"):
+        assert (resolve(name) / "model.safetensors").is_file() and model_name(name) == name
     for name in ("./nowhere", "/no/where", "a/b/c", ""):
         with pytest.raises(CheckpointError, match="no such directory"):
             resolve(name)

@@ -214,15 +214,15 @@ def ports() -> Iterator[Check]:
 
 def model() -> Iterator[Check]:
     """The models that need no download."""
-    from baton.demo import model_path
+    from baton.demo import MODELS, model_path
     from baton.model_path import PACKAGES, CheckpointError, resolve
 
-    folder = model_path()
-    weights = folder / "model.safetensors"
-    if weights.is_file():
-        yield Check("demo", "ok", f"{weights.stat().st_size / 2**20:.1f} MiB in {folder}")
-    else:
-        yield Check("demo", "bad", f"{weights} is missing; install Baton again")
+    for name in MODELS:
+        weights = model_path(name) / "model.safetensors"
+        if weights.is_file():
+            yield Check(name, "ok", f"{weights.stat().st_size / 2**20:.1f} MiB in {weights.parent}")
+        else:
+            yield Check(name, "bad", f"{weights} is missing; install Baton again")
     for name in PACKAGES:
         try:
             file = resolve(name)

@@ -48,6 +48,7 @@ from baton.config import (
     WorkerConfig,
     served_names,
 )
+from baton.demo import MODELS
 from baton.rpc.address import loopback
 from baton.rpc.bind import bind_problem
 from baton.rpc.errors import BatonError
@@ -78,8 +79,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "decode_attention": ("auto",),
     "context_length": (0,),
 }
-"""Values that no worker refuses, the default first. With these alone only the model is checked, and the demo
-model is not: a check takes seconds."""
+"""Values that no worker refuses, the default first; with these alone a model in the package is unchecked."""
 
 
 def fetch_model(name: str) -> Path:
@@ -95,7 +95,7 @@ def fetch_model(name: str) -> Path:
 
 def check_workers(settings: Mapping[str, Mapping[str, Any]], prefill: int = 1) -> None:
     """Ends the command with one line, before any process starts, if a worker would refuse its model, or what
-    else it is told. settings: by role; prefill: number of prefill nodes."""
+    else it is told; it takes seconds. settings: by role; prefill: number of prefill nodes."""
     roles = ("decode", "prefill") if prefill else ("decode",)
     for device in {str(settings[role].get("device", "")) for role in roles}:
         if device.startswith("cuda") and not any(path.exists() for path in DRIVER):
@@ -106,7 +106,7 @@ def check_workers(settings: Mapping[str, Mapping[str, Any]], prefill: int = 1) -
         model = fields.get("model", "demo")
         fields["model"] = str(fetch_model(model))
         more = any(fields.get(name, fine[0]) not in fine for name, fine in HARMLESS.items())
-        if (more or model != "demo") and (model, fields, more) not in asked:
+        if (more or model not in MODELS) and (model, fields, more) not in asked:
             asked.append((model, fields, more))
     if not asked:
         return
