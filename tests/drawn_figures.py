@@ -8,12 +8,12 @@ import random
 from baton.client import AsyncClient
 from baton.demo.figures import QUESTIONS, draw
 
-AT_ONCE = 8
+AT_ONCE = 16
 
 
-async def wrong_answers(address: str, count: int, seed: str) -> dict[str, list[str]]:
-    """Of a gateway: of so many fresh drawings, each alone and beside another one, those that it names wrong.
-    The seeds of training are numbers: no text draws what one of them draws."""
+async def wrong_answers(address: str, alone: int, pairs: int, seed: str) -> dict[str, list[str]]:
+    """What a gateway names wrong of so many fresh drawings alone, and of one of each of so many pairs. The
+    seeds of training are numbers: no text draws what one of them draws."""
     rng, limit = random.Random(seed), asyncio.Semaphore(AT_ONCE)
     wrong: dict[str, list[str]] = {"alone": [], "one of two": []}
 
@@ -27,9 +27,11 @@ async def wrong_answers(address: str, count: int, seed: str) -> dict[str, list[s
             wrong[kind].append(f"{wanted.name}: {said.text}")
 
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
-        for number in range(count):
-            one, two = draw(rng), draw(rng)
+        for _ in range(alone):
+            one = draw(rng)
             group.create_task(ask(client, "alone", one, [one], rng.choice(QUESTIONS["what"])))
+        for number in range(pairs):
+            one, two = draw(rng), draw(rng)
             kind, wanted = ("second", two) if number % 2 else ("first", one)
             group.create_task(ask(client, "one of two", wanted, [one, two], rng.choice(QUESTIONS[kind])))
     return wrong

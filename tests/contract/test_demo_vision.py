@@ -26,9 +26,9 @@ async def test_fresh_drawings_are_named():
             **SPLIT,
         ) as rig,
     ):
-        wrong = await wrong_answers(rig.node.address, DRAWINGS, "in one process")
+        wrong = await wrong_answers(rig.node.address, DRAWINGS, DRAWINGS, "in one process")
         print(wrong)
         assert all(len(named) <= 1 for named in wrong.values()), wrong
         (encoder,) = cluster.encode
-        # Of each pair of questions two drawings are new. A busy node may be passed over for seconds.
+        # Of three times as many: a busy node may be passed over for seconds.
         assert encoder.load().encoded_images >= DRAWINGS
