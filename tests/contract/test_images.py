@@ -7,7 +7,7 @@ import pytest
 from gateway_rig import gateway
 from scripted_decode import STOP, ScriptedDecode, saying
 
-from baton.api.anthropic_protocol import MessagesRequest, chat_prompt
+from baton.api.anthropic_protocol import MessagesRequest, messages_start
 from baton.api.images import OMITTED
 from baton.api.json_body import parse_body
 from baton.api.openai_chat import ChatRequest, chat_start
@@ -141,7 +141,7 @@ def test_malformed_ones_are_errors_all_the_same(kind, body, part, field):
 READ = {
     "chat": lambda body: converted(body, ChatRequest, chat_start),
     "responses": lambda body: converted(body, ResponsesRequest, lambda asked: response_start(asked, [])),
-    "messages": lambda body: converted(body, MessagesRequest, chat_prompt),
+    "messages": lambda body: converted(body, MessagesRequest, messages_start),
 }
 
 

@@ -153,7 +153,9 @@ def count_start(request: CountRequest) -> inference_pb2.GenerateStart:
     sampling = common_pb2.SamplingParams()
     _set_format(request, sampling)
     check_sampling(sampling, None)
-    return inference_pb2.GenerateStart(model=request.model, chat=chat_prompt(request))
+    start = inference_pb2.GenerateStart(model=request.model)
+    _fill(start.chat, request)
+    return start
 
 
 def messages_start(request: MessagesRequest) -> inference_pb2.GenerateStart:
@@ -168,7 +170,7 @@ def messages_start(request: MessagesRequest) -> inference_pb2.GenerateStart:
     sampling.stop.extend(request.stop_sequences or [])
     _set_format(request, sampling)
     check_sampling(sampling, None)
-    start.chat.CopyFrom(chat_prompt(request))
+    _fill(start.chat, request)
     if request.messages[-1].role == "assistant" and not start.chat.continue_final_message:
         text = "messages: the last one is the assistant's, and has no text to go on with, or calls a tool"
         raise invalid_value("messages", text)
@@ -181,13 +183,12 @@ def _set_format(request: CountRequest, sampling: common_pb2.SamplingParams) -> N
         sampling.grammar.json_schema = json.dumps(request.format.schema_, ensure_ascii=False)
 
 
-def chat_prompt(request: CountRequest) -> tokenizer_pb2.ChatPrompt:
+def _fill(chat: tokenizer_pb2.ChatPrompt, request: CountRequest) -> None:
     """Raises ApiError."""
     if not request.model:
         raise invalid_value("model", "model is empty: name one of /v1/models")
     if not request.messages:
         raise invalid_value("messages", "messages is empty: give at least one")
-    chat = tokenizer_pb2.ChatPrompt()
     if request.system:
         chat.messages.add(role="system", content=said(request.system))
     for index, message in enumerate(request.messages):
@@ -215,7 +216,6 @@ def chat_prompt(request: CountRequest) -> tokenizer_pb2.ChatPrompt:
         chat.template_arguments.update({"enable_thinking": request.thinking.type != "disabled"})
     if request.output_config is not None and request.output_config.effort is not None:
         chat.template_arguments.update({"reasoning_effort": request.output_config.effort})
-    return chat
 
 
 def _add_message(chat: tokenizer_pb2.ChatPrompt, message: AnthropicMessage, field: str) -> None:
@@ -223,8 +223,8 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: AnthropicMessage, fiel
     if isinstance(message.content, str):
         chat.messages.add(role=message.role, content=message.content)
         return
-    made = tokenizer_pb2.ChatMessage(role=message.role)
     spoken: list[tuple[str, Saying]] = []
+    calls: list[ToolUse] = []
     thoughts: list[str] = []
     for index, block in enumerate(message.content):
         place = f"{field}.content[{index}]"
@@ -240,12 +240,14 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: AnthropicMessage, fiel
         elif message.role != "assistant":
             raise invalid_value(place, f"{place}: {block.type} is of the assistant")
         elif isinstance(block, ToolUse):
-            arguments = json.dumps(block.input, ensure_ascii=False)
-            made.tool_calls.add(id=block.id, name=block.name, arguments=arguments)
+            calls.append(block)
         elif isinstance(block, Thinking):
             thoughts.append(block.thinking)
+    made = chat.messages.add(role=message.role, reasoning="".join(thoughts))
     say(made, spoken)
-    made.reasoning = "".join(thoughts)
+    for call in calls:
+        arguments = json.dumps(call.input, ensure_ascii=False)
+        made.tool_calls.add(id=call.id, name=call.name, arguments=arguments)
     results = any(isinstance(block, ToolResult) for block in message.content)
-    if made.content or made.parts or made.tool_calls or made.reasoning or not results:
-        chat.messages.append(made)
+    if results and not (made.content or made.parts or made.tool_calls or made.reasoning):
+        del chat.messages[-1]

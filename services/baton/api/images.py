@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeGuard
 
 from pydantic import Discriminator, Field, PrivateAttr, ValidationInfo, model_validator
 
@@ -42,10 +42,10 @@ class Image(Strict):
         """What the model reads in its place; empty: it is shown."""
         return OMITTED if self._omitted else ""
 
-    def part(self, place: str) -> tokenizer_pb2.ContentPart:
-        """The image, which is not kept here. place: of the part in the body. Raises ApiError."""
-        name, given = f"{place}.{self._field()}", self._take()
-        part = tokenizer_pb2.ContentPart(name=name)
+    def show(self, part: tokenizer_pb2.ContentPart, place: str) -> None:
+        """Makes `part` the image, which is not kept here. place: of the part in the body. Raises ApiError."""
+        given = self._take()
+        part.name = name = f"{place}.{self._field()}"
         try:
             if given.strip()[:6].lower() == "https:":
                 part.image_url = given.strip()
@@ -53,7 +53,6 @@ class Image(Strict):
                 part.image = self._read(given)
         except PictureError as error:
             raise invalid_value(name, f"{name} {error}") from None
-        return part
 
     def _field(self) -> str:
         """The part's field that holds the image."""
@@ -164,17 +163,20 @@ Pieces = Iterable[tuple[str, Saying]]
 
 def say(message: tokenizer_pb2.ChatMessage, pieces: Pieces) -> None:
     """Gives the message what it says: a text, or texts and images. Raises ApiError."""
-    parts: list[tokenizer_pb2.ContentPart | str] = []
-    for place, piece in pieces:
-        if isinstance(piece, Image) and not piece.said:
-            parts.append(piece.part(place))
-        else:
-            parts.append(piece.said)
-    if all(isinstance(part, str) for part in parts):
-        message.content = "".join(part for part in parts if isinstance(part, str))
+    given = list(pieces)
+    if not any(_shown(piece) for _, piece in given):
+        message.content = "".join(piece.said for _, piece in given)
         return
-    for part in parts:
-        message.parts.append(tokenizer_pb2.ContentPart(text=part) if isinstance(part, str) else part)
+    for place, piece in given:
+        part = message.parts.add()  # in place: to append one holds the interpreter for several copies of it
+        if _shown(piece):
+            piece.show(part, place)
+        else:
+            part.text = piece.said
+
+
+def _shown(piece: Saying) -> TypeGuard[Image]:
+    return isinstance(piece, Image) and not piece.said
 
 
 def image_or_part(kind: str) -> Discriminator:

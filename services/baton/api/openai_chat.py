@@ -277,26 +277,22 @@ def add_messages(chat: tokenizer_pb2.ChatPrompt, messages: Sequence[ChatMessage]
         if message.content is None and message.role in ("system", "developer", "user", "tool"):
             param = f"messages[{index}].content"
             raise ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
-        chat.messages.append(_message(message, f"messages[{index}]"))
+        _fill(chat.messages.add(), message, f"messages[{index}]")
 
 
-def _message(message: ChatMessage, field: str) -> tokenizer_pb2.ChatMessage:
+def _fill(made: tokenizer_pb2.ChatMessage, message: ChatMessage, field: str) -> None:
     if message.reasoning and message.reasoning_content not in (None, "", message.reasoning):
         text = f"{field}.reasoning and {field}.reasoning_content are one, and differ: give one of them"
         raise invalid_value(f"{field}.reasoning", text)
-    made = tokenizer_pb2.ChatMessage(
-        role=message.role,
-        name=message.name or "",
-        tool_call_id=message.tool_call_id or "",
-        reasoning=message.reasoning_content or message.reasoning or "",
-    )
+    made.role, made.name = message.role, message.name or ""
+    made.tool_call_id = message.tool_call_id or ""
+    made.reasoning = message.reasoning_content or message.reasoning or ""
     if isinstance(message.content, list):
         say(made, ((f"{field}.content[{index}]", part) for index, part in enumerate(message.content)))
     else:
         made.content = message.content if message.content is not None else message.refusal or ""
     for call in message.tool_calls or ():
         made.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
-    return made
 
 
 def add_tools(chat: tokenizer_pb2.ChatPrompt, tools: Sequence[ChatTool]) -> None:
