@@ -151,7 +151,7 @@ def test_models_caches_and_tokens_come_from_where_they_are_said_to(helm):
 def test_shared_memory_of_the_machine_only_when_asked_for(helm, name):
     for role, pod in helm[1][name].pods().items():
         mounts = [each["mountPath"] for each in pod["spec"]["containers"][0]["volumeMounts"]]
-        assert ("/dev/shm" in mounts) == (name == "everything" and role in ("prefill", "decode"))
+        assert ("/dev/shm" in mounts) == (name == "everything" and role in ("prefill", "decode", "encode"))
 
 
 def test_pods_run_without_privileges(rendered):

@@ -45,7 +45,11 @@ EVERYTHING: dict[str, Any] = {
         },
     },
     "prefill": {"options": {"token_budget": 1024, "eviction": None}, "autoscaling": {"maxReplicas": 3}},
-    "encode": {"replicas": 2, "options": {"embeddings_mib": 2048}},
+    "encode": {
+        "replicas": 2,
+        "options": {"embeddings_mib": 2048, "transports": ["shm", "grpc"]},
+        "hostSharedMemory": True,
+    },
     "decode": {"replicas": 5, "options": {"watermark": 0.05}, "disruption": {"maxUnavailable": "50%"}},
     "networkPolicy": {
         "clients": [{"namespaceSelector": {"matchLabels": {"team": "web"}}}],

@@ -117,15 +117,21 @@ class Segment:
 
     @classmethod
     def create(
-        cls, num_pages: int, page_bytes: int, incarnation: int, directory: Path = DIRECTORY
+        cls,
+        num_pages: int,
+        page_bytes: int,
+        incarnation: int,
+        directory: Path = DIRECTORY,
+        flag: str = "--kv-tokens",
     ) -> Segment:
-        """Makes, locks and allocates the file, zeroed. Raises SegmentError."""
+        """Makes, locks and allocates the file, zeroed. `flag`: names the pool's size, for errors. Raises
+        SegmentError."""
         header = Header.plan(num_pages, page_bytes)
         path = directory / f"{_prefix()}{incarnation:016x}"
         try:
             descriptor = _create_locked(path)
         except OSError as error:
-            raise SegmentError(f"cannot create the KV pool {path}: {error.strerror}") from error
+            raise SegmentError(f"cannot create the pool {path}: {error.strerror}") from error
         try:
             # Reserved now: later, a write to a full tmpfs would kill the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, header.size)
@@ -133,7 +139,7 @@ class Segment:
         except (OSError, OverflowError, ValueError) as error:
             path.unlink()
             os.close(descriptor)
-            raise SegmentError(_explain(error, header.size, directory)) from error
+            raise SegmentError(_explain(error, header.size, directory, flag)) from error
 
     @staticmethod
     def join(path: Path) -> memoryview:
@@ -220,21 +226,21 @@ def _is_named(descriptor: int) -> bool:
     return os.fstat(descriptor).st_nlink > 0
 
 
-def _explain(error: Exception, size: int, directory: Path) -> str:
+def _explain(error: Exception, size: int, directory: Path, flag: str) -> str:
     code = error.errno if isinstance(error, OSError) else errno.EFBIG
     if code not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EINVAL):
-        return f"cannot allocate the KV pool in {directory}: {error}"
+        return f"cannot allocate the pool in {directory}: {error}"
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if 0 <= limit < size:
         return (
-            f"the KV pool needs {size / 2**30:.2f} GiB in one file, and none may have more than "
-            f"{limit / 2**30:.2f} GiB here: lower --kv-tokens, or raise the limit (ulimit -f)"
+            f"the pool needs {size / 2**30:.2f} GiB in one file, and none may have more than "
+            f"{limit / 2**30:.2f} GiB here: lower {flag}, or raise the limit (ulimit -f)"
         )
     space = os.statvfs(directory)
     free = space.f_bavail * space.f_frsize
     return (
-        f"the KV pool needs {size / 2**30:.2f} GiB in {directory}, where {free / 2**30:.2f} GiB are free: "
-        "lower --kv-tokens, or enlarge it (in a container: --shm-size)"
+        f"the pool needs {size / 2**30:.2f} GiB in {directory}, where {free / 2**30:.2f} GiB are free: "
+        f"lower {flag}, or enlarge it (in a container: --shm-size)"
     )
 
 

@@ -83,16 +83,21 @@ def make_pool(
 
 
 def byte_pool(
-    num_pages: int, page_bytes: int, kinds: tuple[str, ...], incarnation: int
+    num_pages: int, page_bytes: int, kinds: tuple[str, ...], incarnation: int, flag: str
 ) -> tuple[npt.NDArray[np.uint8], PublishedPool]:
     """A pool of this host's that has no layout, as [pages, page_bytes]: in shared memory if `shm` is one of
-    the kinds, and there is room."""
+    the kinds. Where that has no room its pages are offered over `grpc` alone. `flag`: names its size, for
+    errors. Raises SegmentError if no kind is left."""
     segment: Segment | None = None
     if "shm" in kinds:
         try:
-            segment = Segment.create(num_pages, page_bytes, incarnation)
+            segment = Segment.create(num_pages, page_bytes, incarnation, flag=flag)
         except SegmentError as error:
-            _log.warning("pages are not offered in shared memory", error=str(error))
+            if "grpc" not in kinds:
+                raise
+            _log.warning("pages travel over grpc, not through shared memory", error=str(error))
+    elif "grpc" not in kinds:
+        raise SegmentError("--transports must name shm or grpc: these pages travel by no other")
     own = segment.pages if segment is not None else np.empty(num_pages * page_bytes, np.uint8).data
     pages = HostPages(own, page_bytes)
     return pages.rows(), PublishedPool(pages, _where(segment, num_pages), segment, None, kinds)

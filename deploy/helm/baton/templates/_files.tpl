@@ -68,9 +68,9 @@
 {{- if has .role (list "prefill" "decode") }}
 # Triton compiles kernels into this folder and loads them from it.
 - {name: triton, mountPath: /home/baton/.triton}
-{{- if or (include "baton.settings" . | fromJson).hostSharedMemory (eq (include "baton.ranked" .) "true") }}
-- {name: shared-memory, mountPath: /dev/shm}
 {{- end }}
+{{- if include "baton.sharedMemory" . }}
+- {name: shared-memory, mountPath: /dev/shm}
 {{- end }}
 {{- end }}
 
@@ -105,13 +105,9 @@
 {{- if has .role (list "prefill" "decode") }}
 - name: triton
   emptyDir: {}
-{{- if (include "baton.settings" . | fromJson).hostSharedMemory }}
-- name: shared-memory
-  hostPath: {path: /dev/shm, type: Directory}
-{{- else if eq (include "baton.ranked" .) "true" }}
-# A container's own holds 64 MiB. What is in it counts as the pod's memory.
-- name: shared-memory
-  emptyDir: {medium: Memory}
 {{- end }}
+{{- with include "baton.sharedMemory" . }}
+- name: shared-memory
+  {{ . }}
 {{- end }}
 {{- end }}

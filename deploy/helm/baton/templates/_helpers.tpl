@@ -68,6 +68,16 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 {{- gt (int $options.tp) 1 }}
 {{- end }}
 
+{{/* The volume of a pod's /dev/shm; empty: the container's own, which holds 64 MiB. What is in an emptyDir counts as the
+pod's memory. */}}
+{{- define "baton.sharedMemory" -}}
+{{- if (include "baton.settings" . | fromJson).hostSharedMemory -}}
+hostPath: {path: /dev/shm, type: Directory}
+{{- else if and (has .role (list "prefill" "decode")) (eq (include "baton.ranked" .) "true") -}}
+emptyDir: {medium: Memory}
+{{- end }}
+{{- end }}
+
 {{/* Options of `baton serve` as flags, in JSON. A number keeps its digits: 1048576, not 1.048576e+06. */}}
 {{- define "baton.flags" -}}
 {{- $flags := list }}

@@ -26,7 +26,7 @@ from baton.rpc.message_size import PIECE_BYTES
 from baton.rpc.node import run_node
 from baton.rpc.tasks import Tasks
 from baton.tracing.recorder import EventKind, Recorder
-from baton.transport import check_kinds, reap_orphans
+from baton.transport import SegmentError, check_kinds, reap_orphans
 from baton.transport.grpc import PageSourceServicer
 from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.encode.batches import EncodeBatches, Note
@@ -94,9 +94,13 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         page_bytes = PAGE_TOKENS * tower.values * tower.dtype.itemsize
         pages = max(1, config.embeddings_mib * 2**20 // page_bytes)
         reap_orphans()
-        rows, self._published = await asyncio.to_thread(
-            byte_pool, pages, page_bytes, check_kinds(config.transports), self._incarnation
-        )
+        kinds = check_kinds(config.transports)
+        try:
+            rows, self._published = await asyncio.to_thread(
+                byte_pool, pages, page_bytes, kinds, self._incarnation, "--embeddings-mib"
+            )
+        except SegmentError as error:
+            raise failed_precondition(str(error), "SHARED_MEMORY") from error
         self._page_source.pages = self._published.pages
         self.pool = EmbeddingPool(rows, self._published.generations, time.monotonic)
         self._contents = ImageContents(tower, EmbeddingCache(0), self.cluster.dial, self.tasks.spawn)
