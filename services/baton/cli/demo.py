@@ -105,7 +105,8 @@ async def _demo(model: str, asked: list[Question], plan: DeploymentPlan, console
         console.print()
         console.print(stats_table(answers))
     up = f"{baton} up" if model == "demo" else f"{baton} up --model {model}"
-    end = f"\nEverything is stopped again. Next: '{up}', then '{baton} chat'."
+    up, chat = (f"{up} --encode 1", "chat --image FILE") if plan.encode else (up, "chat")
+    end = f"\nEverything is stopped again. Next: '{up}', then '{baton} {chat}'."
     console.print(end, highlight=False, soft_wrap=True)
     return 0
 
