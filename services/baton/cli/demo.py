@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 from rich.color import Color
 from rich.columns import Columns
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from baton.cli.console import StreamedAnswer, collect_async, fail, run_command, write
+from baton.cli.console import StreamedAnswer, collect_async, run_command, write
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.generate import stats_table
+from baton.cli.options import fail
 from baton.cli.up import check_workers, process_table
 from baton.cli.verify import topic_text
 from baton.client import AsyncClient, Options
@@ -81,10 +83,11 @@ def in_blocks(picture: Image) -> Text:
     """For a terminal: each character is two pixels, one above the other."""
     small = picture.convert("RGB")
     small.thumbnail((SHOWN, SHOWN))
+    pixels = np.asarray(small)
     text = Text()
     for row in range(0, small.height - 1, 2):
         for column in range(small.width):
-            upper, lower = (small.getpixel((column, row + below)) for below in (0, 1))
+            upper, lower = pixels[row : row + 2, column].tolist()
             text.append("▀", Style(color=Color.from_rgb(*upper), bgcolor=Color.from_rgb(*lower)))
         text.append("\n")
     return text
