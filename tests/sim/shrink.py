@@ -21,6 +21,7 @@ from planted import BUGS, planted
 from baton.sim.run import Outcome, run_scenario
 from baton.sim.scenario import Scenario, make_scenario
 from baton.sim.scenario_requests import RequestSpec
+from baton.sim.scenario_roles import make_role_scenario
 
 T = TypeVar("T")
 
@@ -94,10 +95,11 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--bug", choices=sorted(BUGS), default="", help="planted into the core")
+    parser.add_argument("--roles", action="store_true", help="the seed's scenario with changes of role")
     parser.add_argument("--trace", type=Path, help="a file for every event of the smaller run")
     options = parser.parse_args()
     with planted(options.bug):
-        scenario = make_scenario(options.seed)
+        scenario = (make_role_scenario if options.roles else make_scenario)(options.seed)
         outcome = run_scenario(scenario)
         print(outcome)
         if outcome.rule:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from planted import BUGS, planted
 
-from baton.sim.run import run_seed
+from baton.sim.run import run_scenario
 
 TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
 
 
-def _finds(seed):
-    failure = run_seed(seed).failure
+def _finds(bug, seed):
+    failure = run_scenario(bug.scenario(seed)).failure
     assert "planting.py" not in failure, f"the bug itself does not run: {failure}"
     return bool(failure)
 
@@ -25,9 +25,9 @@ def _finds(seed):
 def test_a_planted_bug_is_found(name):
     bug = BUGS[name]
     with planted(name):
-        found = next((seed for seed in (bug.seed, *range(bug.within)) if _finds(seed)), None)
+        found = next((seed for seed in (bug.seed, *range(bug.within)) if _finds(bug, seed)), None)
     assert found is not None, f"{name} was not found within {bug.within} seeds"
-    assert not run_seed(found).failure, "the seed fails without the bug too"
+    assert not run_scenario(bug.scenario(found)).failure, "the seed fails without the bug too"
 
 
 def test_the_documentation_lists_every_bug():

@@ -155,6 +155,8 @@ class Ledger:
         kinds = EXCUSES.get(reason, EXCUSES.get(code, ()))
         if self._ranked:
             kinds = (*kinds, "step")  # it ends a worker of several ranks
+        if code == "UNAVAILABLE" and not spec.resume:
+            kinds = (*kinds, "role")  # others go on elsewhere
         return not spec.probe and any(f.kind in kinds and f.at <= now for f in self._scenario.faults)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from baton.engine.request import EngineRequest
@@ -12,6 +13,7 @@ from baton.kvcache import BlockTable
 from baton.sim.audit import Audit
 from baton.sim.checks import Ledger
 from baton.sim.decode import SimDecode
+from baton.sim.driver import StepDriver
 from baton.sim.faults import Fault
 from baton.sim.gateway import SimGateway
 from baton.sim.network import Endpoint, Network
@@ -23,7 +25,9 @@ from baton.sim.scenario_requests import RequestSpec
 from baton.sim.worker import Worker
 from baton.sim.world import Actor, Trace, Violation, World
 from baton.v1 import prefill_pb2
+from baton.worker.core import is_quiet
 from baton.worker.handoff_messages import request_for
+from baton.worker.process import config_of
 from baton.worker.ranks.runner import RanksLost
 
 _LOOK_EVERY = 16
@@ -36,6 +40,8 @@ _FAILED_SECONDS = 0.35
 """From an error that escapes the core to the end of the process: what its callers get of it is on the way no
 longer than that, unless a fault slows it."""
 
+_QUIET_SECONDS = 3.0
+"""A change of role is given up if something is still under way after this time."""
 _STEP_SECONDS = 3.0
 """A device fault without a step to hit ends after this time."""
 
@@ -49,6 +55,7 @@ class SimCluster:
         self.processes: dict[str, SimGateway | SimPrefill | SimDecode] = {}
         self._fate = Actor("fate")
         self._ended_by_poison = 0
+        self.role_changes = 0
         self._lives: dict[str, int] = {}
         self._asked: dict[int, SimGateway] = {}
         self._prefill = {f"p{i}": settings for i, settings in enumerate(scenario.prefill)}
@@ -110,9 +117,75 @@ class SimCluster:
             settings = self.scenario.gateway
             self.processes[name] = SimGateway(self.network, name, life, self.ledger, settings, *peers)
         process = self.processes[name]
+        self._tell_roles(name)
         if isinstance(process, Worker):
             process.ending = lambda error: self._ended(process, error)
         self.world.note(name, f"starts, life {life}")
+
+    def _tell_roles(self, name: str) -> None:
+        """A worker says to all gateways what it is, or all workers to a gateway; if roles change at all."""
+        if not any(fault.kind == "role" for fault in self.scenario.faults):
+            return
+        rng = self.world.rng(f"roles {name}")
+        for gateway in [each for each in self.processes.values() if isinstance(each, SimGateway)]:
+            for worker in [each for each in self.processes.values() if isinstance(each, Worker)]:
+                if name in (gateway.name, worker.name):
+                    told = partial(gateway.nodes.told_role, worker.name, worker.role)
+                    self.world.at(rng.uniform(0.0, 1.0), gateway.loop, told)
+
+    def _change_role(self, fault: Fault, old: SimPrefill | SimDecode) -> None:
+        """As worker.process does it: drains for a while, hands back, and once nothing is under way another
+        node goes on with the engine. Given up if something does not end."""
+        if old.draining or old.ranks is not None or old.host_tier is not None:
+            return
+        began = self.world.now
+        self.world.at(0.0, old.loop, old.announce_drain)
+
+        def at(seconds: float, call: Callable[[], None]) -> None:
+            self.world.at(seconds, old.loop, call)
+
+        def hand_back() -> None:
+            old.hand_back()
+            at(STOP_SECONDS, close)
+
+        def close() -> None:
+            old.close_streams()
+            at(0.0, ask)
+
+        def ask() -> None:
+            if self.world.now < began + fault.seconds + _QUIET_SECONDS:
+                steps: StepDriver[Any] = old.steps
+                steps.call(lambda core, _: old.post(swap if is_quiet(core) else later))
+            else:
+                old.closed = old.draining = False
+
+        def later() -> None:
+            at(0.01, ask)
+
+        def swap() -> None:
+            if self.processes.get(old.name) is old:
+                self._give_role(old)
+
+        at(fault.seconds, hand_back)
+
+    def _give_role(self, old: SimPrefill | SimDecode) -> None:
+        """The other one. All of the old one's threads end; the last calls of its step thread are made."""
+        name, first = old.name, self._prefill.get(old.name) or self._decode[old.name]
+        roles: Any = self._decode if isinstance(old, SimPrefill) else self._prefill
+        config: Any = config_of(first[0], roles.get(name, next(iter(roles.values())))[0])
+        life = self._lives[name] = self._lives[name] + 1
+        old.crash(silently=False)
+        steps: StepDriver[Any] = old.steps
+        while steps.pipeline.inbox:
+            steps.pipeline.inbox.popleft()(steps.pipeline.core, old.clock())
+        old.cache.check(idle=True)
+        kind = SimDecode if isinstance(old, SimPrefill) else SimPrefill
+        new: Any = kind(self.network, name, life, config, old.machine, old)
+        self.processes[name] = new
+        new.ending = lambda error: self._ended(new, error)
+        self.role_changes += 1
+        self.world.note(name, f"is a {new.role} node, life {life}")
+        self._tell_roles(name)
 
     def _ask(self, spec: RequestSpec) -> None:
         gateway = self.processes.get(f"g{spec.gateway}")
@@ -148,6 +221,8 @@ class SimCluster:
         elif fault.kind == "drain":
             process.drain()
             self.world.at(fault.seconds, self._fate, lambda: self._stop(process))
+        elif fault.kind == "role" and isinstance(process, SimPrefill | SimDecode):
+            self._change_role(fault, process)
         elif fault.kind == "pull" and isinstance(process, Worker):
             process.pull_fails_after = fault.value
         elif fault.kind == "step" and isinstance(process, Worker):
@@ -200,7 +275,7 @@ class SimCluster:
         seconds = 0.0 if silently else _FAILED_SECONDS
         self.world.at(seconds, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
-    def _stop(self, process: SimProcess) -> None:
+    def _stop(self, process: SimGateway | SimPrefill | SimDecode) -> None:
         """A drained process hands back its requests, ends, and is restarted at once."""
         process.hand_back()
         self.world.at(STOP_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
@@ -231,7 +306,7 @@ class _Stranger:
     def __init__(
         self, network: Network, fault: Fault, processes: dict[str, SimGateway | SimPrefill | SimDecode]
     ) -> None:
-        self.name = "stranger"
+        self.name, self.role = "stranger", "decode"
         self.loop = Actor("stranger")
         gateway = processes.get(fault.other)
         endpoint = network.connect(self, fault.target)

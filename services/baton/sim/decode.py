@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from baton.config import DecodeConfig
 from baton.engine.draft.base import Drafter
@@ -64,11 +65,18 @@ class CheckedStream(VirtualDecodeStream):
 
 class SimDecode(DecodeShell, Worker[DecodeCore]):
     config: DecodeConfig
+    role = "decode"
 
     def __init__(
-        self, network: Network, name: str, life: int, config: DecodeConfig, machine: Machine
+        self,
+        network: Network,
+        name: str,
+        life: int,
+        config: DecodeConfig,
+        machine: Machine,
+        before: Worker[Any] | None = None,
     ) -> None:
-        super().__init__(network, name, life, config, machine)
+        super().__init__(network, name, life, config, machine, before)
         self.streams = SimStreams(self, self.world, self.loop)
         self.peers = PrefillPeers(self, config)
         self.start_steps()

@@ -58,6 +58,8 @@ class GuessedSources(RequestRouting):
 
 
 class SimGateway(SimProcess, VirtualGateway):
+    role = "gateway"
+
     def __init__(
         self,
         network: Network,
@@ -93,6 +95,9 @@ class SimGateway(SimProcess, VirtualGateway):
         for role, addresses in (("decode", decode), ("prefill", prefill)):
             for address in addresses:
                 self.nodes.add(role, address)
+
+    def hand_back(self) -> None:
+        """Its clients' streams end with it."""
 
     @property
     def busy(self) -> str:

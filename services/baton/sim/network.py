@@ -27,6 +27,7 @@ class Host(Protocol):
     """A process, as the network knows it."""
 
     name: str
+    role: str
     loop: Actor
 
     def accept(self, endpoint: Endpoint) -> None:
@@ -246,6 +247,7 @@ class SimLink:
     ) -> None:
         self.address = address
         self._method = method
+        self._closed = False
         self.connected = False
         self.last_error: BatonError | None = None
         self._network = network
@@ -279,9 +281,13 @@ class SimLink:
             self._network.world.at(0.0, self._owner.loop, lambda: endpoint.abort(error.message))
 
     async def close(self) -> None:
-        raise AssertionError("simulated processes end by a crash")
+        self._closed, self.connected = True, False
+        if self._endpoint is not None:
+            self._endpoint.close("closed")
 
     def _connect(self) -> None:
+        if self._closed:
+            return
         endpoint = self._endpoint = self._network.connect(self._owner, self.address, self._method)
         if endpoint is None:
             self._lost("nobody answers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from baton.config import PrefillConfig
 from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, LeaseFinished, PrefillOutput
@@ -18,11 +19,18 @@ from baton.worker.sources.sharing import LeaseOutputs
 
 class SimPrefill(PrefillShell, Worker[PrefillCore]):
     config: PrefillConfig
+    role = "prefill"
 
     def __init__(
-        self, network: Network, name: str, life: int, config: PrefillConfig, machine: Machine
+        self,
+        network: Network,
+        name: str,
+        life: int,
+        config: PrefillConfig,
+        machine: Machine,
+        before: Worker[Any] | None = None,
     ) -> None:
-        super().__init__(network, name, life, config, machine)
+        super().__init__(network, name, life, config, machine, before)
         self.streams = SimStreams(self, self.world, self.loop)
         self.babbles_until = 0.0
         """Until then it sends messages early, late, twice, wrong, and in the name of others."""

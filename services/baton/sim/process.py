@@ -15,6 +15,8 @@ from baton.sim.world import Actor, World
 class SimProcess:
     """One incarnation of a process. `name` is its address, the same in every incarnation."""
 
+    role: str
+
     def __init__(self, network: Network, name: str, life: int) -> None:
         self.name = name
         self.network = network
@@ -45,9 +47,6 @@ class SimProcess:
     def drain(self) -> None:
         """Refuses new requests from now on."""
         self.draining = True
-
-    def hand_back(self) -> None:
-        """Ends running requests, with a terminal event to their callers."""
 
     def crash(self, silently: bool) -> None:
         for actor in (self.loop, self.step_thread, self.copy_thread, self.device_thread):

@@ -39,6 +39,7 @@ class Outcome:
     """Pages out of other workers' prefix trees, by the workers that are there at the end."""
     disk_pages: int = 0
     """Pages that have been read from disks."""
+    role_changes: int = 0
     rule: str = ""
     """The rule that was broken, in a word or two; empty: none."""
     failure: str = ""
@@ -86,6 +87,7 @@ def run_scenario(scenario: Scenario, max_steps: int | None = None, trace: Trace 
         cluster.pulled_pages,
         cluster.borrowed_pages,
         cluster.disk_pages,
+        cluster.role_changes,
         rule,
         failure,
     )

@@ -112,6 +112,12 @@ class SimRunner:
         self._drafted: dict[tuple[int, int, int], list[bytes]] = {}
         """By slot, group and head: the state that a row with drafts has left, and those behind each draft."""
 
+    def move_to(
+        self, submit: Callable[[SimLaunchedStep], None], check_write: Callable[[StepPlan, int], None]
+    ) -> None:
+        """Another node has the engine now."""
+        self._submit, self._check_write = submit, check_write
+
     def launch(self, plan: StepPlan) -> SimLaunchedStep:
         if self.fail_next_launch:
             self.fail_next_launch = False

@@ -17,6 +17,7 @@ from baton.kvcache.kv_groups import peak
 from baton.kvcache.page_allocator import PageState
 from baton.layers.cache_spec import CacheSpec, State, attention_cache
 from baton.layers.tensor_parallel import Shard
+from baton.rpc.errors import unavailable
 from baton.sim.driver import StepDriver
 from baton.sim.grammar import SimGrammar
 from baton.sim.host_tier import SimHostTier
@@ -76,8 +77,15 @@ class Worker(SimProcess, WorkerShell[C]):
     lending: SimLending
 
     def __init__(
-        self, network: Network, name: str, life: int, config: WorkerConfig, machine: Machine
+        self,
+        network: Network,
+        name: str,
+        life: int,
+        config: WorkerConfig,
+        machine: Machine,
+        before: Worker[Any] | None = None,
     ) -> None:
+        """`before`: a node of one rank and one tier whose engine this one has from now on."""
         super().__init__(network, name, life)
         self.config = config
         self.recorder = Recorder(config.recorder_events, self.clock)
@@ -94,7 +102,14 @@ class Worker(SimProcess, WorkerShell[C]):
         self.layout = common_pb2.Layout(page_size=config.page_size)
         self.page_bytes = self.pool.page_bytes
         self.device = "cpu"
+        self.closed = False
+        """It takes no calls."""
+        self._before = before
         self.runner = self._make_runner(Shard(0, machine.ranks))
+        if before is not None:
+            self.pool, self.allocator, self.cache = before.pool, before.allocator, before.cache
+            self.runner = before.runner
+            self.runner.move_to(self._submit, self._check_write)
         self.ranks = self._make_ranks() if machine.ranks > 1 else None
         self.flights: list[SimLaunchedStep] = []
         """Launched and not yet retired."""
@@ -200,7 +215,19 @@ class Worker(SimProcess, WorkerShell[C]):
         return self.link(address, peer.hello, peer.received, peer.welcomed, peer.lost, LEND)
 
     def accept(self, endpoint: Endpoint) -> None:
+        caller = endpoint.peer.owner.role if endpoint.peer is not None else ""
+        asked = self.role if endpoint.method == LEND else "decode" if caller == "gateway" else "prefill"
+        if self.closed or asked != self.role:
+            endpoint.close("this node has another role")
+            return
         (self._borrowers if endpoint.method == LEND else self.streams).accept(endpoint)
+
+    def close_streams(self) -> None:
+        """Takes no calls any more, and ends those that there are."""
+        self.closed = True
+        for streams in (self.streams, self._borrowers):
+            for stream in streams.open:
+                stream.close(unavailable("this node becomes one of the other role", "OTHER_ROLE"))
 
     @property
     def shared(self) -> tuple[int, int, int, int]:
@@ -214,6 +241,8 @@ class Worker(SimProcess, WorkerShell[C]):
     def start_steps(self) -> None:
         rng = self.world.rng(f"steps {self.name}")
         self.core = self.core_or_none = self.make_core(self.cache)
+        if self._before is not None:
+            self.scheduler.step_number = self._before.scheduler.step_number
         self.steps = StepDriver(
             self.world,
             self.step_thread,

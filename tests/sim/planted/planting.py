@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+
+from baton.sim.scenario import Scenario, make_scenario
 
 Wrong = Callable[..., Any]
 """Replaces a method: called with the method, then with its arguments."""
-PlantedChange = tuple[type, str, Wrong]
-"""The class and the name of the method, and what replaces it."""
+PlantedChange = tuple[type | ModuleType, str, Wrong]
+"""The class and the name of the method, or a module and its function, and what replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class Bug:
     seed: int
     """One that found it, to be tried first."""
     changes: tuple[PlantedChange, ...]
+    scenario: Callable[[int], Scenario] = make_scenario
+    """Of a seed."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -43,12 +48,19 @@ BUGS: dict[str, Bug] = {}
 
 
 def bug(
-    name: str, text: str, within: int, owner: type, method: str, *others: PlantedChange, seed: int = 0
+    name: str,
+    text: str,
+    within: int,
+    owner: type | ModuleType,
+    method: str,
+    *others: PlantedChange,
+    seed: int = 0,
+    scenario: Callable[[int], Scenario] = make_scenario,
 ) -> Callable[[Wrong], Wrong]:
     """Registers what it decorates as the bug's first change."""
 
     def register(wrong: Wrong) -> Wrong:
-        BUGS[name] = Bug(name, text, within, seed, ((owner, method, wrong), *others))
+        BUGS[name] = Bug(name, text, within, seed, ((owner, method, wrong), *others), scenario)
         return wrong
 
     return register
