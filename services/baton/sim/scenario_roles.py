@@ -25,9 +25,13 @@ def make_role_scenario(seed: int) -> Scenario:
         for _ in range(rng.choice((2, 4, 8)))
     ]
     room = min(config.kv_tokens for config, _ in scenario.decode)
+    pace = scenario.decode[0][1].pull_pace
     return replace(
         scenario,
-        # Any of them may have to decode.
-        prefill=tuple((replace(c, kv_tokens=max(c.kv_tokens, room)), m) for c, m in scenario.prefill),
+        # Any of them may have to decode, and thus to pull.
+        prefill=tuple(
+            (replace(c, kv_tokens=max(c.kv_tokens, room)), replace(m, pull_pace=m.pull_pace or pace))
+            for c, m in scenario.prefill
+        ),
         faults=tuple(sorted([*scenario.faults, *changes], key=lambda fault: fault.at)),
     )
