@@ -58,7 +58,7 @@ def pair(tmp_path_factory, deployments, saved):
         saved[0],
         worker=flags,
         decode=2,
-        prefill_flags=("--kv-tokens", "1024", "--host-memory", "16M"),
+        prefill_flags=("--kv-tokens", "1024", "--host-memory", "16M", "--tp", "2"),
         decode_flags=("--kv-tokens", "2048"),
     )
     deployment.add_encode()

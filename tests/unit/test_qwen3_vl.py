@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 import torch
 from random_checkpoints import Driver
+from test_shards import FollowerDriver
+from thread_ranks import ThreadGroup
 
 from baton.engine.image_spans import ImageSpan, rotary_positions, with_placeholders, without_contents
+from baton.engine.plan import StepPlan
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.worker.ranks.plan_codec import PlanDecoder, PlanEncoder
 from vision_models import IMAGE_TOKEN, processor, save_qwen3_vl
 
 SIZES = [(8, 8), (24, 40), (16, 8), (40, 16), (8, 32)]
@@ -169,6 +173,31 @@ def test_rows_with_and_without_images_share_steps(saved):
                 logits = model(input_ids=torch.tensor([track.tokens]), use_cache=False).logits[0]
             for at, found in track.logits.items():
                 assert (found - logits[at - 1]).abs().max().item() < 1e-4
+
+
+class Follower(FollowerDriver):
+    """Gets what followers get of a plan: where images are, not what is in them."""
+
+    def step(self, rows, inits=(), copies=()):
+        self.encoder = getattr(self, "encoder", None) or PlanEncoder()
+        self.decoder = getattr(self, "decoder", None) or PlanDecoder()
+        plan = StepPlan(self.number + 1, tuple(rows), tuple(inits), tuple(copies))
+        told = self.decoder.decode(self.encoder.encode(plan))
+        super().step(told.rows, told.inits, told.copies)
+
+
+def test_two_ranks_give_the_tokens_of_one(saved):
+    path, _ = saved
+    tokens, images = prompt_of([3, (24, 40), 2, (16, 16), 3])
+    chunks, storage = [5, 9, len(tokens) - 14], memoryview(bytearray(2**23))
+    want = run(Driver(path), 0, with_placeholders(tokens, images), images, chunks, 12).tokens
+
+    def rank(shard, communicator):
+        make, own = (Follower, without_contents(images)) if shard.rank else (Driver, images)
+        driver = make(path, shard=shard, communicator=communicator, storage=storage)
+        return run(driver, 0, with_placeholders(tokens, images), own, chunks, 12).tokens
+
+    assert ThreadGroup(2).run(rank)[0] == want
 
 
 def test_one_pixel_makes_other_logits(saved):

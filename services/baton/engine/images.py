@@ -15,6 +15,7 @@ from baton.engine.batch import HostBatch
 from baton.engine.image_spans import ImageSpan, rotary_positions
 from baton.layers.async_copy import to_device
 from baton.layers.batch import InputEmbeddings
+from baton.layers.tensor_parallel import Communicator
 from baton.models.decoder import VisionTower
 
 CACHED_BYTES = 256 * 2**20
@@ -95,8 +96,12 @@ def _wait(device: torch.device) -> None:
 class ImageEncoder:
     """Encodes the images of a step that are not known from an earlier one. For one thread."""
 
-    def __init__(self, tower: VisionTower, room: int = CACHED_BYTES) -> None:
+    def __init__(
+        self, tower: VisionTower, ranks: Communicator | None = None, rank: int = 0, room: int = CACHED_BYTES
+    ) -> None:
+        """`ranks`: rank 0 has the images, and gives the others what it has made of them."""
         self.tower, self.cache = tower, EmbeddingCache(room)
+        self._ranks, self._rank = ranks, rank
         self.counters = EncodeCounters()
 
     def lanes(self, host: HostBatch, device: torch.device) -> tuple[torch.Tensor, InputEmbeddings | None]:
@@ -112,9 +117,15 @@ class ImageEncoder:
         places = to_device(np.concatenate(axes, 1), device)
         if not parts:
             return places, None
-        found = self._embeddings(image for image, _ in parts)
-        rows = torch.cat([found[image.digest][:, part].to(device) for image, part in parts], 1)
-        return places, InputEmbeddings(to_device(np.concatenate(at), device), rows)
+        where = to_device(np.concatenate(at), device)
+        if self._rank == 0:
+            found = self._embeddings(image for image, _ in parts)
+            rows = torch.cat([found[image.digest][:, part].to(device) for image, part in parts], 1)
+        else:
+            tower = self.tower
+            sizes = tower.parts, len(where), tower.values // tower.parts
+            rows = torch.empty(sizes, dtype=tower.dtype, device=device)
+        return places, InputEmbeddings(where, rows if self._ranks is None else self._ranks.broadcast(rows))
 
     def _embeddings(self, images: Iterable[ImageSpan]) -> dict[bytes, torch.Tensor]:
         found: dict[bytes, torch.Tensor] = {}

@@ -68,11 +68,9 @@ class ModelRunner:
         a spare page where rows may pad a batch, and for a model that cannot be computed invariantly."""
         if kernels and len(pool.raw) == pool.num_pages:
             raise ValueError("the pool needs a spare page for rows that pad a batch")
-        self._tap = tap
-        self.max_slots = max_slots
-        self.vocab_size = model.config.vocab_size
+        self._tap, self.max_slots = tap, max_slots
+        self.vocab_size, self.kernels = model.config.vocab_size, kernels
         self._model, self._pool, self._device = model, pool, pool.device
-        self.kernels = kernels
         self._communicator = model.communicator
         context = context_length or model.config.used_length
         self._paged = any(issubclass(each, PagedAttention) for each in (prefill_attention, decode_attention))
@@ -105,7 +103,9 @@ class ModelRunner:
             sampler = make(max_slots, self.vocab_size, self._device)
         self._sampler = sampler
         """Only rank 0 samples and has results."""
-        self.images = None if model.vision is None else ImageEncoder(model.vision)
+        tower = None if kernels and self._communicator is not None else model.vision  # has not been tried
+        ranks = self._communicator, model.shard.rank
+        self.images = None if tower is None else ImageEncoder(tower, *ranks)
         self._sampling = StepSampling(sampler, self._slots, model.communicator)
         self._tap_buffer: torch.Tensor | None = None
         """[tokens, values]: what graphs write of `tap`."""

@@ -70,6 +70,8 @@ class VisionTower(Protocol):
     """Pixels of a patch's height and width."""
     values: int
     """That `encode` makes of a token, in all parts."""
+    parts: int
+    """1 + k: see `InputEmbeddings`."""
     dtype: torch.dtype
     device: torch.device
 

@@ -54,7 +54,8 @@ class Qwen3VLVisionTower:
             for at, layer in enumerate(hf.deepstack_visual_indexes)
         }
         """By the tower's layer whose output it reads."""
-        self.values = (1 + len(self._deep)) * hf.out_hidden_size
+        self.parts = 1 + len(self._deep)
+        self.values = self.parts * hf.out_hidden_size
 
     @torch.inference_mode()
     def encode(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from baton.engine.image_spans import ImageSpan
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
+from baton.kvcache.page_keys import is_placeholder
 
 Table = tuple[int, ...]
 Tables = tuple[Table, ...]
@@ -34,6 +36,8 @@ class RowMessage(msgspec.Struct, array_like=True, gc=False):
     drafts: Table = ()
     ahead: int = 0
     replay: int = 0
+    images: tuple[tuple[int, int, int], ...] = ()
+    """First token, rows and columns of each of the sequence's: rank 0 alone has what is in them."""
 
 
 class PlanMessage(msgspec.Struct, array_like=True, gc=False):
@@ -99,12 +103,15 @@ class PlanEncoder:
 
     def _row(self, row: PlanRow) -> tuple[Any, ...]:
         changes = self._changed(row)
-        if row.tokens is None and not row.drafts and not row.ahead and not row.replay:
+        if row.tokens is None and not (row.drafts or row.ahead or row.replay or row.images):
             return row.slot, row.start, changes, row.sample if row.sample != (row.slot,) else None
         tokens = None if row.tokens is None else tuple(row.tokens)
+        if tokens is not None and row.images:
+            tokens = tuple(0 if is_placeholder(token) else token for token in tokens)
+        images = [(image.start, image.rows, image.columns) for image in row.images]
         wanted = None if row.prompt_logprobs is None else len(row.prompt_logprobs)
         pooled = row.pooling is not None
-        more = row.drafts, row.ahead, row.replay
+        more = row.drafts, row.ahead, row.replay, images
         return row.slot, row.start, changes, row.sample, tokens, wanted, pooled, *more
 
     def _changed(self, row: PlanRow) -> list[tuple[int, Table]] | None:
@@ -163,4 +170,5 @@ class PlanDecoder:
             drafts=row.drafts,
             replay=row.replay,
             ahead=row.ahead,
+            images=tuple(ImageSpan(*image, digest=b"") for image in row.images),
         )

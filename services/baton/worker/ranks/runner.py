@@ -64,6 +64,10 @@ class RankedRunner:
     def mask_stats(self) -> Any:
         return self._runner.mask_stats  # type: ignore[attr-defined]  # where there is none, here neither
 
+    @property
+    def images(self) -> Any:
+        return getattr(self._runner, "images", None)
+
     def launch(self, plan: StepPlan) -> Any:
         try:
             began = time.perf_counter()
