@@ -143,12 +143,26 @@ def test_suffixes_that_occurred_before():
     sequence = request("a", text).sequences[0]
     drafter = SuffixDrafter()
     assert drafter.draft(sequence, 9) == [5, 6, 7, 8, 9, 1, 2, 3, 4] and drafter.draft(sequence, 9) == ()
-    for token, drafts in ((5, [6, 7, 8, 9, 1]), (60, ()), (2, ()), (3, ()), (4, ())):
+    for token, drafts in ((5, [6, 7, 8, 9, 1]), (60, ()), (2, ()), (3, ()), (4, [5, 60, 2])):
         sequence.tokens.append(token)
         assert drafter.draft(sequence, 9)[: len(drafts) or 1] == drafts
-    sequence.request.accepted_drafts = 1  # now three tokens are enough
-    sequence.tokens += [21, 60, 2, 3]
-    assert drafter.draft(sequence, 3) == [4, 21, 60]
+
+
+def test_short_matches_before_any_draft_was_right():
+    """Three tokens are enough in the prompt, unless its message ends there, but not in the own output."""
+    r = request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 50, 10, 20, 2, 3, 4], stop_token_ids=frozenset({50}))
+    sequence, drafter = r.sequences[0], SuffixDrafter()
+    assert drafter.draft(sequence, 3) == [5, 6, 7]
+    for token in (30, 7, 8):
+        sequence.tokens.append(token)
+        assert drafter.draft(sequence, 3) == ()
+    sequence.tokens.append(9)
+    assert drafter.draft(sequence, 3) == ()  # 50 stops
+    sequence.tokens += [31, 32, 33, 34, 35, 36, 31, 41, 32, 33, 34]
+    assert drafter.draft(sequence, 3) == ()
+    r.accepted_drafts = 1
+    sequence.tokens += [42, 32, 33, 34]
+    assert drafter.draft(sequence, 3) == [42, 32, 33]
 
 
 def test_a_text_that_is_followed_goes_before_a_newer_one():

@@ -21,8 +21,9 @@ from baton.kvcache.tree_walk import TreeWalk
 LEAST_MATCH = 3
 """Tokens that must have occurred before."""
 FIRST_MATCH = 4
-"""While no draft of the request has been right. Half of the matches of three tokens are wrong in a text that
-quotes nothing, and a short answer does not make up for one wrong draft."""
+"""The same while no draft of the request has been right, but where the prompt goes on with several tokens.
+Half of the matches of three tokens are wrong in a text that quotes nothing, which a short answer does not
+make up for."""
 LONGEST_MATCH = 32
 """Longer matches say no more."""
 MOST_TOKENS = 8192
@@ -109,15 +110,18 @@ class SuffixDrafter(Drafter):
             if found:
                 sequence.draft_kind = OF_TREE + min(sequence.num_read, 4) // 4
                 return found
-        least = LEAST_MATCH if sequence.request.accepted_drafts else FIRST_MATCH
-        if end is None or matched < least:
+        request = sequence.request
+        if end is None:
             return ()
+        weak = matched < FIRST_MATCH and not request.accepted_drafts
         sequence.draft_kind = matched.bit_length()
         last = len(tokens) - 1
         drafts: list[int] = []
         # What follows may run into the end: then the text repeats itself, and its drafts follow.
         for at in range(end + 1, end + 1 + most):
             drafts.append(tokens[at] if at <= last else drafts[at - last - 1])
+        if weak and (end >= len(request.prompt) or not request.params.stop_token_ids.isdisjoint(drafts)):
+            return ()
         return drafts
 
 
