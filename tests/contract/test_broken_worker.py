@@ -30,11 +30,11 @@ class Broken:
             raise self.error
         return self._runner.launch(plan)
 
-    def done(self, flight):
-        return self._runner.done(flight)
+    def done(self, launched):
+        return self._runner.done(launched)
 
-    def read(self, flight):
-        return self._runner.read(flight)
+    def read(self, launched):
+        return self._runner.read(launched)
 
 
 async def started(node):

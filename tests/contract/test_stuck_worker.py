@@ -44,13 +44,13 @@ class Wedge:
             self.open.wait()
         return self._runner.launch(plan)
 
-    def done(self, flight):
-        return self._runner.done(flight) and (not self._device or self.open.is_set())
+    def done(self, launched):
+        return self._runner.done(launched) and (not self._device or self.open.is_set())
 
-    def read(self, flight):
+    def read(self, launched):
         if self._device:
             self.open.wait()
-        return self._runner.read(flight)
+        return self._runner.read(launched)
 
 
 @asynccontextmanager

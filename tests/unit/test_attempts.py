@@ -130,7 +130,7 @@ def test_a_pulse_asks_once_and_tells_silence():
     for now in range(3, 11):
         liveness.tick(float(now), wanted=True)
     assert liveness.silent(9.1)
-    liveness.heard()
+    liveness.received()
     assert not liveness.silent(9.1)
 
 

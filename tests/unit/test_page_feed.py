@@ -72,10 +72,10 @@ def test_tokens_of_rows_with_drafts():
 def test_a_process_that_is_silent_once_is_not_taken_for_lost():
     process = WatchedProcess("tokenizer", "127.0.0.1:1")
     assert process.health == "unknown"
-    process.heard(node_pb2.NodeState(load=node_pb2.Load(requests=3)))
+    process.update(node_pb2.NodeState(load=node_pb2.Load(requests=3)))
     process.missed()
     assert (process.health, process.load.requests) == ("silent", 3)
-    process.heard(node_pb2.NodeState(load=node_pb2.Load()))
+    process.update(node_pb2.NodeState(load=node_pb2.Load()))
     process.missed()
     process.missed()
     assert (

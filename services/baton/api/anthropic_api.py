@@ -22,8 +22,8 @@ from baton.api.http_requests import (
 from baton.api.openai_answers import RequestBatch
 from baton.api.openai_errors import ApiError
 from baton.api.openai_fields import Json
-from baton.api.own_usage import own_usage
 from baton.api.typed_events import TypedAnswer, respond
+from baton.api.usage_details import baton_usage
 from baton.gateway.chat_tokens import encode_chat
 from baton.gateway.gateway import Gateway
 from baton.gateway.recorded_calls import recorded_call
@@ -132,7 +132,7 @@ class MessagesAnswer(TypedAnswer):
         self._usage["cache_read_input_tokens"] = cached
         self._usage["output_tokens"] = finished.usage.output_tokens
         self._usage["output_tokens_details"] = {"thinking_tokens": finished.usage.reasoning_tokens}
-        self._usage |= own_usage(finished.usage)
+        self._usage |= baton_usage(finished.usage)
         delta = {key: self._message[key] for key in ("stop_reason", "stop_sequence")}
         return [{"type": "message_delta", "delta": delta, "usage": {**self._usage}}, {"type": "message_stop"}]
 

@@ -13,8 +13,8 @@ from baton.api.field_names import OPENAI, FieldNames
 from baton.api.openai_errors import from_baton
 from baton.api.openai_fields import Json
 from baton.api.openai_protocol import CommonRequest
-from baton.api.own_usage import add_own, own_figures
 from baton.api.stream_positions import StreamPosition
+from baton.api.usage_details import add_usage_details, usage_details
 from baton.authentication.api_keys import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.request import GatewayRequest
@@ -235,8 +235,8 @@ class OpenAIAnswer(ABC):
         self._stop_token_ids = request.stop_token_ids or ()
         self._job = job
         self._output_tokens = self._cached_tokens = self._reasoning_tokens = self._resumed = 0
-        self._own = inference_pb2.Usage()
-        """What `own_figures` tells of, summed over all prompts."""
+        self._usage_details = inference_pb2.Usage()
+        """What `usage_details` tells of, summed over all prompts."""
 
     def add(self, index: int, delta: inference_pb2.Delta) -> list[Json]:
         """New output of choice `index`, as chunks of a stream."""
@@ -258,7 +258,7 @@ class OpenAIAnswer(ABC):
             self._output_tokens += usage.output_tokens
         self._cached_tokens += usage.cached_tokens
         self._reasoning_tokens += usage.reasoning_tokens
-        add_own(self._own, usage)
+        add_usage_details(self._usage_details, usage)
 
     def opening(self) -> list[Json]:
         """Chunks that a stream begins with, before it is known whether there will be output."""
@@ -293,14 +293,14 @@ class OpenAIAnswer(ABC):
         return self._job.stop_matched(index, self._stop_token_ids)
 
     def _usage(self) -> Json:
-        own = {"resumed": self._resumed, **own_figures(self._own)}
+        details = {"resumed": self._resumed, **usage_details(self._usage_details)}
         return {
             "prompt_tokens": self._job.prompt_tokens,
             "completion_tokens": self._output_tokens,
             "total_tokens": self._job.prompt_tokens + self._output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
-            "baton": own,
+            "baton": details,
         }
 
     @abstractmethod

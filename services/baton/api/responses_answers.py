@@ -9,10 +9,10 @@ from typing import Any
 
 from baton.api.openai_errors import CONTEXT_CODE, ApiError, said
 from baton.api.openai_fields import DroppedTool, Json
-from baton.api.own_usage import own_usage
 from baton.api.responses_protocol import ResponsesRequest
 from baton.api.responses_tools import CustomTool, FunctionTool, Namespace, function_item
 from baton.api.typed_events import TypedAnswer
+from baton.api.usage_details import baton_usage
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 _CODES = {429: "rate_limit_exceeded"}
@@ -214,7 +214,7 @@ def usage_of(finished: inference_pb2.Finished) -> Json:
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
-        **own_usage(usage),
+        **baton_usage(usage),
     }
 
 

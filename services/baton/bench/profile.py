@@ -118,10 +118,10 @@ def _measure(runner: Runner[Any], rows: tuple[PlanRow, ...], overlap: bool, seco
     while len(times) < LEAST + WARM_UP or time.perf_counter() - started < seconds:
         number += 1
         begun = time.perf_counter()
-        flight = runner.launch(StepPlan(number, rows, inits if number == 2 else ()))
+        launched = runner.launch(StepPlan(number, rows, inits if number == 2 else ()))
         if overlap:
-            pending, flight = flight, pending
-        runner.read(flight)
+            pending, launched = launched, pending
+        runner.read(launched)
         times.append(time.perf_counter() - begun)
     if overlap:
         runner.read(pending)

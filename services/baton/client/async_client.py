@@ -194,7 +194,7 @@ class AsyncStream(AsyncIterator[Delta]):
             if self._collector.ended:
                 self._call.ended()
             if self._resuming is not None:
-                self._resuming.heard()
+                self._resuming.progressed()
             if delta is not None:
                 return delta
         raise StopAsyncIteration

@@ -64,7 +64,7 @@ class Resuming:
         """Seconds that are left."""
         return max(0.001, self._ends - time.monotonic()) if self._ends is not None else None
 
-    def heard(self) -> None:
+    def progressed(self) -> None:
         """There was an event."""
         self._tries = 0
 

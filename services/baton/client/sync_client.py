@@ -169,7 +169,7 @@ class Stream(Iterator[Delta]):
                 self._go_on(error)
                 continue
             if self._resuming is not None:
-                self._resuming.heard()
+                self._resuming.progressed()
             if delta is not None:
                 return delta
         raise StopIteration

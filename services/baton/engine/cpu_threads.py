@@ -62,11 +62,11 @@ class TunedRunner:
         torch.set_num_threads(next(fitting, self.threads))
         return self._runner.launch(plan)
 
-    def done(self, flight: Any) -> bool:
-        return self._runner.done(flight)
+    def done(self, launched: Any) -> bool:
+        return self._runner.done(launched)
 
-    def read(self, flight: Any) -> StepResult:
-        return self._runner.read(flight)
+    def read(self, launched: Any) -> StepResult:
+        return self._runner.read(launched)
 
     def _measure(self, rows: int) -> int:
         """The fewest threads that no larger number beats by much: 1, 2, 4, ... and the most are tried.

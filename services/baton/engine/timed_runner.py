@@ -68,13 +68,13 @@ class TimedRunner:
         """Seconds in which the device has computed until now."""
         return self._busy - max(0.0, self._free - self._clock())
 
-    def done(self, flight: TimedLaunchedStep) -> bool:
-        return self._clock() >= flight.ends
+    def done(self, launched: TimedLaunchedStep) -> bool:
+        return self._clock() >= launched.ends
 
-    def read(self, flight: TimedLaunchedStep) -> StepResult:
+    def read(self, launched: TimedLaunchedStep) -> StepResult:
         # Drawing tokens takes part of the step's time rather than time of its own.
-        result = StepResult(flight.plan.number, tuple(self._result(row) for row in flight.plan.rows))
-        left = flight.ends - self._clock()
+        result = StepResult(launched.plan.number, tuple(self._result(row) for row in launched.plan.rows))
+        left = launched.ends - self._clock()
         if left > 0:
             self._sleep(left)
         return result

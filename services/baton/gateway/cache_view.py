@@ -28,7 +28,7 @@ class CacheView:
         self.page_size = 0
         """0: the node has not reported its tree yet."""
         self.load: node_pb2.Load | None = None
-        self.heard = 0.0
+        self.updated = 0.0
         """When the last update came."""
         self._max_pages = max_pages
         self._held: set[int] = set()
@@ -53,7 +53,7 @@ class CacheView:
         self._in_host.update(update.host_stored[: max(0, self._max_pages - len(self))])
         self.incarnation, self.sequence = update.incarnation, update.sequence
         self.page_size = update.page_size
-        self.load, self.heard = update.load, now
+        self.load, self.updated = update.load, now
 
     def clear(self) -> None:
         self.incarnation = self.sequence = self.page_size = 0
@@ -62,7 +62,7 @@ class CacheView:
         self._in_host.clear()
 
     def fresh_load(self, now: float) -> node_pb2.Load | None:
-        return self.load if now - self.heard <= FRESH_SECONDS else None
+        return self.load if now - self.updated <= FRESH_SECONDS else None
 
     def cached(self, prompt: PromptPages) -> tuple[int, int]:
         """Leading tokens of the prompt that the node's pool holds, and those that it would hold once what its

@@ -27,7 +27,7 @@ class Liveness:
         """A new connection: no heartbeat is out."""
         self._asked = self._ticked = None
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """The node has sent something."""
         self._asked = None
 
@@ -184,7 +184,7 @@ class DecodeClient:
     # Messages of the node.
 
     def _on_message(self, message: decode_pb2.StepEvents) -> None:
-        self._liveness.heard()
+        self._liveness.received()
         for event in message.events:
             if event.WhichOneof("kind") in _OF_PROMPT:
                 sink = self._sinks.get(event.request)

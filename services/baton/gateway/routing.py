@@ -156,7 +156,7 @@ class Router:
     def _node(self, address: str) -> _RoutedNode:
         return self._nodes.setdefault(address, _RoutedNode())
 
-    def heard(self) -> list[str]:
+    def reporting(self) -> list[str]:
         """Nodes that have reported their trees, and something lately."""
         now = self.clock()
         views = ((address, node.view) for address, node in self._nodes.items())
@@ -259,7 +259,7 @@ class RequestRouting:
     def _holders(self) -> list[NodeLoad]:
         """All nodes that can be heard, also those that take no requests."""
         loads, router = self._loads, self._router
-        each = [loads.get(a) or router.load_of(a, self._prompt, "") for a in router.heard()]
+        each = [loads.get(a) or router.load_of(a, self._prompt, "") for a in router.reporting()]
         return sorted((node for node in each if node.cached), key=lambda node: -node.cached)
 
     def sources(self, decode: str, prefill: Sequence[str]) -> list[common_pb2.PromptSource]:

@@ -171,9 +171,9 @@ class WorkerRegistry:
             if node.connected and node.info is not None:
                 peer.incarnation = node.info.incarnation
             yield peer
-        heard = set(self._router.heard())
+        reporting = set(self._router.reporting())
         yield from (
-            node_pb2.Peer(role="prefill", address=address, connected=address in heard)
+            node_pb2.Peer(role="prefill", address=address, connected=address in reporting)
             for address in self.prefill
         )
         yield from (node_pb2.Peer(role="encode", address=address) for address in self.encode)
@@ -200,11 +200,11 @@ class CacheWatch:
 
     async def connect(self) -> bool:
         """One stream to its end. Returns whether an update came."""
-        heard = self._router.view(self._address).heard
+        updated = self._router.view(self._address).updated
         try:
             await _follow(self._address, self._router, self._dial, self._told_role)
         except BatonError as error:
-            followed = self._router.view(self._address).heard != heard
+            followed = self._router.view(self._address).updated != updated
             if followed or error.reason != self._reason:
                 _log.info("cache not followed", node=self._address, reason=error.reason, error=error.message)
             self._reason = error.reason

@@ -87,7 +87,7 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
 
     @property
     def busy(self) -> str:
-        held = (self.core.requests, len(self.fetches.running), len(self.fetches.pulls), len(self.flights))
+        held = (self.core.requests, len(self.fetches.running), len(self.fetches.pulls), len(self.launched))
         text = "{} requests, {} hand-offs, {} pulls, {} steps, {} lent, {} borrowed, {} borrowing, {} copies"
         return text.format(*held, *self.shared) if any((*held, *self.shared)) else ""
 

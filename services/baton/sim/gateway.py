@@ -123,7 +123,7 @@ class SimGateway(SimProcess, VirtualGateway):
         turns: set[tuple[int, int]] = set()
         """Request and attempt of suspects that the node computes, and has sent no token of."""
 
-        def heard(message: decode_pb2.StepEvents) -> None:
+        def receive(message: decode_pb2.StepEvents) -> None:
             turns.update((e.request, e.attempt) for e in message.events if e.HasField("turn"))
             turns.difference_update((delta.request, delta.attempt) for delta in message.tokens)
             on_message(message)
@@ -135,7 +135,7 @@ class SimGateway(SimProcess, VirtualGateway):
             turns.clear()
             on_down(error)
 
-        return self.link(address, hello, heard, on_up, down)
+        return self.link(address, hello, receive, on_up, down)
 
     async def node_info(self, address: str) -> node_pb2.NodeInfo:
         await sleep(self.world, self.loop, self.network.latency(self.name, address))

@@ -40,7 +40,7 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
     @property
     def busy(self) -> str:
         """What it still holds, for messages; empty: nothing."""
-        held = (self.core.requests, len(self.flights), len(self.steps.pipeline.inbox), *self.shared)
+        held = (self.core.requests, len(self.launched), len(self.steps.pipeline.inbox), *self.shared)
         text = "{} attempts, {} steps, {} calls, {} lent, {} borrowed, {} borrowing, {} copies"
         return text.format(*held) if any(held) else ""
 

@@ -143,8 +143,8 @@ class Rank:
         self._broken = ""
         """Why all further steps fail."""
 
-    def take(self, flight: SimLaunchedStep) -> None:
-        self._queue.append(flight)
+    def take(self, step: SimLaunchedStep) -> None:
+        self._queue.append(step)
         if self._broken:
             self._break()
         elif self._ranks.over and self.shard.rank == 0:
@@ -192,50 +192,50 @@ class Rank:
             return
         self._ranks.enter(self, kind, value, self._after)
 
-    def _run(self, flight: SimLaunchedStep) -> RankSteps:
+    def _run(self, step: SimLaunchedStep) -> RankSteps:
         """Does what engine.model_runner does on each rank."""
-        plan, runner = flight.plan, self._runner
-        if flight.error:
+        plan, runner = step.plan, self._runner
+        if step.error:
             return
         if plan.copies:
             if self.shard.keeps(self._ranks.heads):
                 runner.copy(plan)
             yield COPIED, None
-        runner.begin(flight)
-        plan = flight.plan
+        runner.begin(step)
+        plan = step.plan
         views: list[View] = []
         if plan.rows:
             yield EMBEDDED, None
             runner.write(plan)
             views = yield SUMMED, runner.views(plan)
         if self.shard.rank == 0:
-            runner.end(flight, views)
+            runner.end(step, views)
         if not any(row.sample for row in plan.rows):
             return
         if self.shard.rank == 0:
-            assert flight.result is not None
-            rows = zip(plan.rows, flight.result.rows, strict=True)
+            assert step.result is not None
+            rows = zip(plan.rows, step.result.rows, strict=True)
             yield SAMPLED, [sampled for row in rows for sampled in _last_tokens(*row)]
         else:
             runner.accept(plan, (yield SAMPLED, None))
 
     def _break(self) -> None:
         """Each step fails after one that has."""
-        for flight in self._queue:
-            flight.error = self._broken
+        for step in self._queue:
+            step.error = self._broken
         while self._queue:
             self._end()
 
     def _end(self) -> None:
-        flight = self._queue.popleft()
-        if flight.ended is not None:
-            flight.ended()
+        step = self._queue.popleft()
+        if step.ended is not None:
+            step.ended()
 
     def lose(self, why: str) -> None:
         """All its steps that have not ended end with an error."""
         self._steps = None
-        for flight in self._queue:
-            flight.lost = why
+        for step in self._queue:
+            step.lost = why
         while self._queue:
             self._end()
 

@@ -74,7 +74,7 @@ class SimLaunchedStep:
 
 
 class SimRunner:
-    """Implements engine.plan.Runner, and executes plans as one rank. `submit` puts a flight on the device.
+    """Implements engine.plan.Runner, and executes plans as one rank. `submit` puts a step on the device.
 
     `check_write` is told of every page before it is written. `heads`: first and number of the KV heads that
     it holds. Not thread-safe.
@@ -123,32 +123,32 @@ class SimRunner:
             self.fail_next_launch = False
             raise StepError("no memory left on the device")
         self.plans += 1
-        flight = SimLaunchedStep(plan)
-        self._submit(flight)
-        return flight
+        step = SimLaunchedStep(plan)
+        self._submit(step)
+        return step
 
-    def done(self, flight: SimLaunchedStep) -> bool:
-        return flight.result is not None or bool(flight.error or flight.lost)
+    def done(self, step: SimLaunchedStep) -> bool:
+        return step.result is not None or bool(step.error or step.lost)
 
-    def read(self, flight: SimLaunchedStep) -> StepResult:
-        if flight.lost:
-            raise CollectiveError(flight.lost)
-        if flight.error:
-            raise StepError(flight.error)
-        if flight.poison:
-            raise Killed("poison") if flight.poison == SILENT_POISON else Escaped("poison")
-        assert flight.result is not None, "a step was read before the device had run it"
-        return flight.result
+    def read(self, step: SimLaunchedStep) -> StepResult:
+        if step.lost:
+            raise CollectiveError(step.lost)
+        if step.error:
+            raise StepError(step.error)
+        if step.poison:
+            raise Killed("poison") if step.poison == SILENT_POISON else Escaped("poison")
+        assert step.result is not None, "a step was read before the device had run it"
+        return step.result
 
-    def execute(self, flight: SimLaunchedStep) -> None:
+    def execute(self, step: SimLaunchedStep) -> None:
         """Copies, slot inits, all writes, then all reads: the order that engine.plan promises. Nothing at all
         for a step that is to fail. For a worker of one rank."""
-        if flight.error:
+        if step.error:
             return
-        self.copy(flight.plan)
-        self.begin(flight)
-        self.write(flight.plan)
-        self.end(flight, self.views(flight.plan))
+        self.copy(step.plan)
+        self.begin(step)
+        self.write(step.plan)
+        self.end(step, self.views(step.plan))
 
     def copy(self, plan: StepPlan) -> None:
         pool = self.pool
@@ -158,10 +158,10 @@ class SimRunner:
                 offset = head * pool.head_bytes
                 pool.write(target, offset, pool.read(source, offset, pool.head_bytes))
 
-    def begin(self, flight: SimLaunchedStep) -> None:
-        plan = flight.plan
+    def begin(self, step: SimLaunchedStep) -> None:
+        plan = step.plan
         rows = tuple(row.settled(self._right.get(row.slot, 0)) for row in plan.rows)
-        flight.plan = replace(plan, rows=rows)
+        step.plan = replace(plan, rows=rows)
         for init in plan.inits:
             self._seeds[init.slot] = init.seed
             self._penalized[init.slot] = [*init.prompt, *init.output] if init.params.penalized else None
@@ -184,9 +184,9 @@ class SimRunner:
             for row in plan.rows
         ]
 
-    def end(self, flight: SimLaunchedStep, views: Sequence[View]) -> None:
+    def end(self, step: SimLaunchedStep, views: Sequence[View]) -> None:
         """Samples, from what all heads see."""
-        plan = flight.plan
+        plan = step.plan
         rows = tuple(
             RowResult(
                 self._sample(row, seen),
@@ -198,8 +198,8 @@ class SimRunner:
             for row, (seen, wanted) in zip(plan.rows, views, strict=True)
         )
         seeds = (self._seeds[slot] for row in plan.rows for slot in row.sample)
-        flight.poison = next((seed for seed in seeds if seed in POISONS), 0)
-        flight.result = StepResult(plan.number, rows)
+        step.poison = next((seed for seed in seeds if seed in POISONS), 0)
+        step.result = StepResult(plan.number, rows)
 
     def accept(self, plan: StepPlan, tokens: Sequence[tuple[int, int]]) -> None:
         """A follower learns what rank 0 has sampled last for each slot, and how many drafts were right."""

@@ -111,7 +111,7 @@ class Worker(SimProcess, WorkerShell[C]):
             self.runner = before.runner
             self.runner.move_to(self._submit, self._check_write)
         self.ranks = self._make_ranks() if machine.ranks > 1 else None
-        self.flights: list[SimLaunchedStep] = []
+        self.launched: list[SimLaunchedStep] = []
         """Launched and not yet retired."""
         self.retired = 0
         """The last step whose results have been read."""
@@ -259,14 +259,14 @@ class Worker(SimProcess, WorkerShell[C]):
             return self.runner
         return RankedRunner(self.runner, self.ranks.channels, lambda: 1)
 
-    def _when_done(self, flight: SimLaunchedStep, finish: Callable[[], None]) -> None:
+    def _when_done(self, step: SimLaunchedStep, finish: Callable[[], None]) -> None:
         world = self.world
         if self.ranks is None:
-            world.at(max(0.0, flight.done_at - world.now) + HOP_SECONDS, self.step_thread, finish)
-        elif self.runner.done(flight):
+            world.at(max(0.0, step.done_at - world.now) + HOP_SECONDS, self.step_thread, finish)
+        elif self.runner.done(step):
             world.at(HOP_SECONDS, self.step_thread, finish)
         else:
-            flight.ended = lambda: world.at(HOP_SECONDS, self.step_thread, finish)
+            step.ended = lambda: world.at(HOP_SECONDS, self.step_thread, finish)
 
     def _end_with_error(self, error: BaseException) -> None:
         """Like worker.node: callers learn which requests may be the cause; then the process ends."""
@@ -280,37 +280,37 @@ class Worker(SimProcess, WorkerShell[C]):
             self.retired = step.plan.number
         self.check()
 
-    def _submit(self, flight: SimLaunchedStep) -> None:
+    def _submit(self, step: SimLaunchedStep) -> None:
         """The device begins with it after all earlier steps."""
-        if flight.plan.num_tokens > self.config.token_budget:
-            raise Violation(f"budget: step {flight.plan.number} of {self.who} exceeds its token budget")
-        self.flights.append(flight)
+        if step.plan.num_tokens > self.config.token_budget:
+            raise Violation(f"budget: step {step.plan.number} of {self.who} exceeds its token budget")
+        self.launched.append(step)
         if self.fail_next_read:
             self.fail_next_read = False
-            flight.error = "the device gave no answer"
+            step.error = "the device gave no answer"
         if self.ranks is None:
-            self._schedule(flight)
+            self._schedule(step)
         else:
-            self.ranks.all[0].take(flight)
+            self.ranks.all[0].take(step)
         if self.world.traced:
             rows = [
                 (r.slot, r.start, r.count, r.tables[0][r.start // self.pool.page_size :])
-                for r in flight.plan.rows
+                for r in step.plan.rows
             ]
-            self.world.note(self.who, f"launch {flight.plan.number} {rows} {flight.plan.copies}")
+            self.world.note(self.who, f"launch {step.plan.number} {rows} {step.plan.copies}")
 
-    def _schedule(self, flight: SimLaunchedStep) -> None:
-        usual = self.machine.step_seconds * (1 + flight.plan.num_tokens / 16)
+    def _schedule(self, step: SimLaunchedStep) -> None:
+        usual = self.machine.step_seconds * (1 + step.plan.num_tokens / 16)
         start = max(self._device_free, self.world.now)
         run_at = start + usual * self._device_rng.uniform(0.1, 1.0)
-        flight.done_at = self._device_free = run_at + usual * self._device_rng.uniform(0.0, 0.5)
-        self.world.at(run_at - self.world.now, self.device_thread, lambda: self._execute(flight))
+        step.done_at = self._device_free = run_at + usual * self._device_rng.uniform(0.0, 0.5)
+        self.world.at(run_at - self.world.now, self.device_thread, lambda: self._execute(step))
 
-    def _execute(self, flight: SimLaunchedStep) -> None:
-        self.runner.execute(flight)
+    def _execute(self, step: SimLaunchedStep) -> None:
+        self.runner.execute(step)
         if self.world.traced:
-            tokens = [token for row in flight.result.rows for token in row.tokens] if flight.result else []
-            self.world.note(self.who, f"ran    {flight.plan.number} {tokens}")
+            tokens = [token for row in step.result.rows for token in row.tokens] if step.result else []
+            self.world.note(self.who, f"ran    {step.plan.number} {tokens}")
 
     def _check_write(self, plan: StepPlan, page: int) -> None:
         state = self.allocator.state(page)
@@ -328,7 +328,7 @@ class Worker(SimProcess, WorkerShell[C]):
         check_scheduler(self.scheduler)
         if self.scheduler.reservations.total > self.cache.available:
             raise Violation(f"promises: {self.who} has promised more pages than it has")
-        self.flights = [flight for flight in self.flights if flight.plan.number > self.retired]
+        self.launched = [step for step in self.launched if step.plan.number > self.retired]
         namespaces = {page: namespace for namespace, page in self.cache.cached_pages()}
         for request in self.scheduler.requests.values():
             for sequence in request.sequences:
@@ -337,8 +337,8 @@ class Worker(SimProcess, WorkerShell[C]):
                 if any(namespaces[page] != request.namespace for page in cached):
                     raise Violation(f"namespaces: {self.who} uses pages of another one for {request.key}")
         for pull in self.pulls:
-            for flight in self.flights:
-                for row in flight.plan.rows:
+            for step in self.launched:
+                for row in step.plan.rows:
                     first = row.start // self.pool.page_size
                     last = (row.longest - 1) // self.pool.page_size
                     for table in row.tables:
@@ -348,24 +348,24 @@ class Worker(SimProcess, WorkerShell[C]):
                             raise Violation(f"writer: {text}")
         slots = self.scheduler.slots
         size = self.pool.page_size
-        for flight in self.flights:
-            for page in (page for pair in flight.plan.copies for page in pair):
+        for step in self.launched:
+            for page in (page for pair in step.plan.copies for page in pair):
                 if self.allocator.state(page) is PageState.FREE:
                     raise Violation(
-                        f"free late: page {page} of {self.who} is free, step {flight.plan.number} copies it"
+                        f"free late: page {page} of {self.who} is free, step {step.plan.number} copies it"
                     )
-            for row in flight.plan.rows:
+            for row in step.plan.rows:
                 for page in _used(row, self.cache.groups, size):
                     if page == NO_PAGE:
-                        raise Violation(f"window: step {flight.plan.number} of {self.who} sees what is gone")
+                        raise Violation(f"window: step {step.plan.number} of {self.who} sees what is gone")
                     if self.allocator.state(page) is PageState.FREE:
                         raise Violation(
-                            f"free late: page {page} of {self.who} is free, step {flight.plan.number} uses it"
+                            f"free late: page {page} of {self.who} is free, step {step.plan.number} uses it"
                         )
                 for slot in (row.slot, *row.sample):
                     if slots.is_free(slot):
                         raise Violation(
-                            f"free late: slot {slot} of {self.who} is free, step {flight.plan.number} uses it"
+                            f"free late: slot {slot} of {self.who} is free, step {step.plan.number} uses it"
                         )
 
     def check_idle(self) -> None:

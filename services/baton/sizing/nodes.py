@@ -88,7 +88,7 @@ class SizingNode(WorkerShell[C]):
             world,
             self.actor,
             StepPipeline(self.core, self.runner, engine.overlap, self.clock),
-            when_done=lambda flight, finish: self.after(max(0.0, flight.ends - world.now), finish),
+            when_done=lambda launched, finish: self.after(max(0.0, launched.ends - world.now), finish),
             hop=0.0,
             pause=self._step_pause,
             turned=self._turned,

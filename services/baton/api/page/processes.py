@@ -32,8 +32,8 @@ def max_cells(workers: int) -> int:
 
 
 class WatchedProcess:
-    """What is known of one process. `health`: unknown (not heard yet), serving, not serving, draining, silent
-    (it has sent nothing for SILENT_SECONDS, as a busy one may) or unreachable."""
+    """What is known of one process. `health`: unknown (nothing received yet), serving, not serving, draining,
+    silent (it has sent nothing for SILENT_SECONDS, as a busy one may) or unreachable."""
 
     def __init__(self, role: str, address: str) -> None:
         self.role = role
@@ -47,7 +47,7 @@ class WatchedProcess:
         self.pages_version = 0
         """Grows with each new map."""
 
-    def heard(self, state: node_pb2.NodeState) -> None:
+    def update(self, state: node_pb2.NodeState) -> None:
         if state.HasField("info"):
             self.info = state.info
         if state.HasField("pages"):
@@ -57,7 +57,7 @@ class WatchedProcess:
         self.health, self.error = health_of(state.load), ""
 
     def missed(self) -> None:
-        """It has sent nothing for SILENT_SECONDS: for the second time since it was heard it is lost."""
+        """Nothing was received for SILENT_SECONDS: for the second time in a row the process is lost."""
         if self.health in ("silent", "unreachable"):
             self.lost(unavailable(f"nothing heard for {2 * SILENT_SECONDS:g} s"))
         else:
@@ -138,6 +138,6 @@ class Processes:
                     if state is grpc.aio.EOF:
                         process.lost(unavailable("it closed the stream"))
                         return
-                    process.heard(state)
+                    process.update(state)
             finally:
                 call.cancel()

@@ -82,12 +82,12 @@ class RankedRunner:
         except Exception as error:
             raise RanksLost(f"a step failed on rank 0: {error}", by_step=True) from error
 
-    def done(self, flight: Any) -> bool:
-        return self._runner.done(flight)
+    def done(self, launched: Any) -> bool:
+        return self._runner.done(launched)
 
-    def read(self, flight: Any) -> StepResult:
+    def read(self, launched: Any) -> StepResult:
         try:
-            return self._runner.read(flight)
+            return self._runner.read(launched)
         except CollectiveError as error:
             raise RanksLost(f"another rank is lost: {error}", by_step=False) from error
         except Exception as error:

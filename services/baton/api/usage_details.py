@@ -8,28 +8,28 @@ from typing import Any
 from baton.v1 import inference_pb2
 
 
-def own_usage(usage: inference_pb2.Usage) -> dict[str, Any]:
+def baton_usage(usage: inference_pb2.Usage) -> dict[str, Any]:
     """`baton`, where there were images, drafts or cached tokens that were not in the KV pool."""
-    own = own_figures(usage)
-    return {"baton": own} if own else {}
+    details = usage_details(usage)
+    return {"baton": details} if details else {}
 
 
-def own_figures(usage: inference_pb2.Usage) -> dict[str, Any]:
+def usage_details(usage: inference_pb2.Usage) -> dict[str, Any]:
     """`cached_tokens` adds up to the APIs' field of this name; `image_tokens` are some of the prompt's."""
-    own: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     if usage.image_tokens:
-        own["image_tokens"] = usage.image_tokens
+        details["image_tokens"] = usage.image_tokens
     if usage.drafted_tokens:
-        own |= {"drafted_tokens": usage.drafted_tokens, "accepted_drafts": usage.accepted_drafts}
+        details |= {"drafted_tokens": usage.drafted_tokens, "accepted_drafts": usage.accepted_drafts}
     if usage.HasField("cached_tiers"):
         tiers = usage.cached_tiers
         each = {"host": tiers.host_tokens, "disk": tiers.disk_tokens, "peer": tiers.peer_tokens}
-        own["cached_tokens"] = {"gpu": max(0, usage.cached_tokens - sum(each.values())), **each}
-    return own
+        details["cached_tokens"] = {"gpu": max(0, usage.cached_tokens - sum(each.values())), **each}
+    return details
 
 
-def add_own(total: inference_pb2.Usage, usage: inference_pb2.Usage) -> None:
-    """Adds to `total` what `own_figures` tells of."""
+def add_usage_details(total: inference_pb2.Usage, usage: inference_pb2.Usage) -> None:
+    """Adds to `total` what `usage_details` tells of."""
     total.image_tokens += usage.image_tokens
     total.cached_tokens += usage.cached_tokens
     total.drafted_tokens += usage.drafted_tokens

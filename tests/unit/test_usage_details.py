@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from baton.api.anthropic_api import MessagesAnswer
-from baton.api.own_usage import add_own, own_figures
 from baton.api.responses_answers import usage_of
+from baton.api.usage_details import add_usage_details, usage_details
 from baton.v1 import common_pb2, inference_pb2
 
 
@@ -33,8 +33,8 @@ def test_tiers_where_cached_tokens_were_elsewhere_than_in_the_pool():
     assert answer.whole()["usage"]["baton"] == expected
     total = inference_pb2.Usage()
     for each in (with_tiers, with_tiers, finished(cached_tokens=1)):
-        add_own(total, each.usage)
-    assert own_figures(total) == {"cached_tokens": {"gpu": 5, "host": 6, "disk": 2, "peer": 4}}
+        add_usage_details(total, each.usage)
+    assert usage_details(total) == {"cached_tokens": {"gpu": 5, "host": 6, "disk": 2, "peer": 4}}
     assert "baton" not in usage_of(finished(cached_tokens=8))
 
 
@@ -46,5 +46,5 @@ def test_image_tokens_where_there_were_images():
     assert answer.whole()["usage"]["baton"] == {"image_tokens": 6}
     total = inference_pb2.Usage()
     for each in (seen, seen, finished()):
-        add_own(total, each.usage)
-    assert own_figures(total) == {"image_tokens": 12}
+        add_usage_details(total, each.usage)
+    assert usage_details(total) == {"image_tokens": 12}
