@@ -23,7 +23,7 @@ class TypedAnswer(ABC):
 
     PING: ClassVar[bytes] = COMMENT
     NUMBERED: ClassVar[bool] = False
-    """Its events have a `sequence_number`."""
+    """Events of the stream have a `sequence_number`."""
 
     def opening(self) -> list[Json]:
         """Events that come before all output."""
