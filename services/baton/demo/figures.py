@@ -43,7 +43,7 @@ class Drawing:
 
     @property
     def name(self) -> str:
-        """As demo-vision says it: "a red square"."""
+        """What demo-vision calls it: "a red square"."""
         return f"{'an' if self.colour[0] in 'aeiou' else 'a'} {self.colour} {self.shape}"
 
     def png(self) -> bytes:

@@ -134,7 +134,7 @@ class SimCluster:
                     self.world.at(rng.uniform(0.0, 1.0), gateway.loop, told)
 
     def _change_role(self, fault: Fault, old: SimPrefill | SimDecode) -> None:
-        """As worker.process does it: drains for a while, hands back, and once nothing is under way another
+        """Follows worker.process: drains for a while, hands back, and once nothing is under way another
         node goes on with the engine. Given up if something does not end."""
         if old.draining or old.ranks is not None or old.host_tier is not None:
             return

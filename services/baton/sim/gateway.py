@@ -97,7 +97,7 @@ class SimGateway(SimProcess, VirtualGateway):
                 self.nodes.add(role, address)
 
     def hand_back(self) -> None:
-        """Its clients' streams end with it."""
+        """The streams of the gateway's clients end with it."""
 
     @property
     def busy(self) -> str:
