@@ -228,8 +228,8 @@ class EncodeConfig(NodeConfig):
     """Threads of tensor operations on a CPU; 0: all cores."""
     embeddings_mib: int = 512
     """Memory of the host for embeddings of images, which others pull, and which may be wanted again."""
-    transports: tuple[Literal["shm", "grpc"], ...] = ()
-    """How embeddings may travel to workers, best first; empty: all."""
+    transports: tuple[Literal["cuda_ipc", "shm", "nixl", "grpc"], ...] = ()
+    """How embeddings may travel to workers, best first; empty: shm, grpc. One of these two must be named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

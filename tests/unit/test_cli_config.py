@@ -335,3 +335,12 @@ def test_up_takes_the_variables_that_its_help_names(monkeypatch: pytest.MonkeyPa
     found = up.make_context("up", []).params
     wanted = {"host": "7", "port": 7, "http_port": 7, "drain_seconds": 7.0, "kv_tokens": 7}
     assert {name: found[name] for name in wanted} == wanted
+
+
+def test_what_one_role_takes_of_a_flag_all_roles_do_that_have_it() -> None:
+    """`baton up` gives a flag to all of them."""
+    known = [field for config in ROLES.values() for field in fields_of(config).values() if field.choices]
+    several: dict[str, set[tuple[str, ...]]] = {}
+    for field in known:
+        several.setdefault(field.name, set()).add(field.choices)
+    assert [name for name, choices in several.items() if len(choices) > 1] == []
