@@ -21,7 +21,7 @@ from baton.kvcache.tree_walk import TreeWalk
 LEAST_MATCH = 3
 """Tokens that must have occurred before."""
 FIRST_MATCH = 4
-"""The same while no draft of the request has been right, but where the prompt goes on with several tokens.
+"""LEAST_MATCH while no draft of the request has been right, but where the prompt goes on with several tokens.
 Half of the matches of three tokens are wrong in a text that quotes nothing, which a short answer does not
 make up for."""
 LONGEST_MATCH = 32
