@@ -90,12 +90,14 @@ async def kill_behind_proxy(
                 number += clients
 
         async def pause() -> None:
-            """Until each client may have had an answer: one that meets more deaths than the proxy retries
-            fails."""
+            """Until each client may have had an answer, and the proxy knows that both gateways live: one that
+            meets more deaths than are retried fails, or one that only the dead gateway could have."""
             answers = seen.answers + clients
             async with asyncio.timeout(ANSWER_SECONDS):
                 while seen.answers < answers and not seen.problems:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
+                while not all(row["status"] == "UP" for row in await _servers(statistics)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.2)
 
         running = [asyncio.create_task(ask(number)) for number in range(clients)]
         try:
@@ -103,7 +105,7 @@ async def kill_behind_proxy(
         finally:
             over.set()
             await asyncio.gather(*running)
-        seen.retried = await _retried(statistics)
+        seen.retried = sum(int(row["wretr"]) for row in await _servers(statistics))
     return seen
 
 
@@ -151,12 +153,11 @@ async def _stream(
         seen.problems.append(f"{request}: {got} instead of {calm}, without an error")
 
 
-async def _retried(statistics: Path) -> int:
-    """From HAProxy's own figures, of its HTTP backend: retries and redispatches."""
+async def _servers(statistics: Path) -> list[dict[str, str]]:
+    """HAProxy's own figures of the gateways, for HTTP."""
     reader, writer = await asyncio.open_unix_connection(str(statistics))
     writer.write(b"show stat\n")
     names, *lines = (await asyncio.wait_for(reader.read(), 10)).decode().lstrip("# ").splitlines()
     writer.close()
     rows = [dict(zip(names.split(","), line.split(","), strict=False)) for line in lines if line]
-    (found,) = [row for row in rows if row["pxname"] == "gateway_http" and row["svname"] == "BACKEND"]
-    return int(found["wretr"])
+    return [row for row in rows if row["pxname"] == "gateway_http" and row["svname"].startswith("gateway")]
