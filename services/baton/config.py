@@ -192,6 +192,12 @@ class WorkerConfig(NodeConfig):
     match). A higher priority always goes first; `priority` is another name of fcfs."""
     overlap: bool | None = None
     """Launch step N+1 before reading step N; without either flag: on a GPU only."""
+    draft: str = "off"
+    """Guess the next tokens, and verify them in one step; texts stay as they are. suffix: guesses what
+    followed the last tokens before, in the same request or behind the same beginning; it pays where answers
+    repeat parts of their prompts. mtp: the checkpoint's own layer of multi-token prediction
+    guesses. A path or id: a smaller model of the same vocabulary, an EAGLE-3 head or Medusa heads
+    guess. off: no guesses. Prefill nodes compute for prompts what such a model or head then needs."""
     transports: tuple[Literal["cuda_ipc", "shm", "nixl", "grpc"], ...] = ()
     """How KV pages may travel between workers, best first: cuda_ipc, shm, nixl, grpc; empty: all that work
     here, but nixl. `baton doctor` lists them."""
@@ -209,7 +215,7 @@ class WorkerConfig(NodeConfig):
     @property
     def draft_model(self) -> str:
         """Path or id of the model that guesses, or MTP; empty: none does."""
-        return ""
+        return "" if self.draft in ("off", "suffix") else self.draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,11 +262,6 @@ class DecodeConfig(WorkerConfig):
     """Output tokens per sequence for which pages are reserved at admission."""
     watermark: float = 0.02
     """Part of the pool that admission leaves free."""
-    draft: str = "off"
-    """Guess the next tokens, and verify them in one step; texts stay as they are. suffix: guesses what
-    followed the last tokens before, in the same request or behind the same beginning; it pays where answers
-    repeat parts of their prompts. mtp: the checkpoint's own layer of multi-token prediction guesses. A path
-    or id: a smaller model of the same vocabulary, an EAGLE-3 head or Medusa heads guess. off: none."""
     draft_tokens: int | None = None
     """Tokens that are guessed for a sequence in a step, as far as there are guesses; none: each step takes as
     many, up to 7, as pay by the measured times of steps."""
@@ -274,10 +275,6 @@ class DecodeConfig(WorkerConfig):
         if self.draft == "off":
             return 0
         return MOST_DRAFTS if self.draft_tokens is None else self.draft_tokens
-
-    @property
-    def draft_model(self) -> str:
-        return "" if self.draft in ("off", "suffix") else self.draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

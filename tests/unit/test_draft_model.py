@@ -206,7 +206,7 @@ def test_what_other_sequences_had_computed_is_not_computed_again(checkpoint):
         row, drafts = asked(drafter, tokens, namespace)
         assert (row.start, list(row.tokens)) == (start, tokens[start:])
         assert drafts == asked(Counting(checkpoint).drafter, tokens)[1]
-    drafter._slots.check()
+    drafter.slots.check()
 
 
 def test_what_is_no_number_is_not_found_again(broken):

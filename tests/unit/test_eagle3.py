@@ -192,18 +192,31 @@ def test_a_broken_head_only_drafts_nothing(checkpoint, expected, tmp_path):
     assert outputs == expected and not any(row.drafts for row in rows)
 
 
-def test_a_cached_prefix_is_attended_to_no_more(plain_head, checkpoint):
-    """Its hidden states never come: drafts go on with the others, and texts stay as they are."""
-    shared = prompts_of(64)[0]
-    prompts = [[*shared, *own] for own in prompts_of(3, 9, 17, seed=2)]
-    params = [SamplingParams(temperature=0.0, max_tokens=12)] * 3
-    plain = [run(checkpoint, [prompt], params[:1])[0][0] for prompt in prompts]
+@pytest.mark.parametrize("pages", [400, 9])
+def test_a_cached_prefix_is_found_again(plain_head, checkpoint, pages):
+    """Its hidden states never come, but pages of earlier sequences have what the head made of them. Where
+    these had to make room, drafts go on without, and texts stay as they are."""
+    shared = prompts_of(70)[0]
+    prompts = [[*shared, *own] for own in prompts_of(3, 9, 17, seed=2)] + [[9, *shared[1:]]]
+    params = [SamplingParams(temperature=0.0, max_tokens=12)]
+    plain = [run(checkpoint, [prompt], params)[0][0] for prompt in prompts]
     runner, cache = make(checkpoint, "cpu", torch.float32)
-    drafter = drafter_of(plain_head)
+    drafter, found = drafter_of(plain_head, pages=pages), []
+    take = drafter.slots.take
+
+    def taken(kv, *rest, **options):
+        new = take(kv, *rest, **options)
+        if new is not kv and new is not None:
+            found.append(new.found)
+        return new
+
+    drafter.slots.take = taken
     runner._tap = drafter.tap
     options = {"overlap": False, "drafter": drafter, "draft_tokens": 3}
     for prompt, text in zip(prompts, plain, strict=True):
-        assert generate(runner, cache, [prompt], params[:1], **options) == [text]
+        assert generate(runner, cache, [prompt], params, **options) == [text]
+    assert found[:4] == [0, 4, 4, 0] if pages == 400 else found
+    drafter.slots.check()
 
 
 @pytest.mark.thorough

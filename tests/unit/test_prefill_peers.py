@@ -15,6 +15,7 @@ from baton.v1 import common_pb2, prefill_pb2
 from baton.worker import peers as module
 from baton.worker.decode.peers import PrefillPeers
 from baton.worker.peers import FORGET_SECONDS, PagePeer
+from baton.worker.shell import WorkerShell
 from virtual_time import skip_waits
 
 LAYOUT = common_pb2.Layout(model_fingerprint="m", page_size=16, version=1)
@@ -58,6 +59,8 @@ class Shell:
 
     layout, incarnation, model_info = LAYOUT, 7, SimpleNamespace(vocab_size=100)
     hidden_form = None
+    draft_layout = None
+    has_drafts_of = WorkerShell.has_drafts_of
 
     def __init__(self):
         self.now, self.calls, self.links = 1000.0, [], {}
@@ -232,6 +235,6 @@ async def test_pulls_are_measured_by_the_tokens_of_their_pages():
 
     for number, seconds in enumerate((0.25, None)):
         effect = StartPull("p0", number, ((1, 2), (3, 4), (5, 6)), 1)
-        pull = peers._pulls[number] = SimpleNamespace(run=run, seconds=seconds)
+        pull = peers._pulls[False, number] = SimpleNamespace(run=run, seconds=seconds)
         await peers._pull(None, pull, effect)
     assert measured == [(48, 0.25)] and not peers._pulls

@@ -211,10 +211,11 @@ def test_a_good_start_of_prefill_reaches_the_core_once():
     with pytest.raises(BatonError, match="started twice"):
         node.handle_command(prefill_start(), caller)
     (call,), started = node.calls, []
-    start = SimpleNamespace(start=lambda *arguments: started.append(arguments))
+    start = SimpleNamespace(start=lambda *arguments, drafts: started.append((*arguments, drafts)))
     call(start, 5.0)
     assert [event.kind for event in node.recorder.of([(3, 1)])] == [EventKind.RECEIVED]
-    holder, name, request, keep, now, ahead, _ = started[0]
+    holder, name, request, keep, now, ahead, _, drafts = started[0]
+    assert not drafts
     assert (holder, name.request, keep, now, ahead) == (caller, 1, False, 5.0, True)
     assert (request.prompt, request.delivered) == ((1, 2), ((3,),))
 

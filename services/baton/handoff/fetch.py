@@ -68,6 +68,10 @@ class Fetch:
     first announcement."""
     pull: int | None = None
     released: bool = False
+    waits: bool = False
+    """Its owner pulls something else under the same lease: it is not released before that has ended."""
+    complete: float | None = None
+    """Since when it has waited for that alone."""
     seen: bool = True
     """Whether generations were compared after every copy; else the answer to the release decides."""
 
@@ -236,7 +240,10 @@ class Fetches(Generic[F]):
                 return
             self._pull(fetch, holding, here, stop, now)
         elif fetch.announced_all and fetch.done and not fetch.released:
-            self._confirm(fetch, now)
+            if not fetch.waits:
+                self._confirm(fetch, now)
+            elif fetch.complete is None:
+                fetch.complete = now
 
     def _pull(self, fetch: F, holding: BlockTable, here: Seq[int], stop: list[int], now: float) -> None:
         """Starts to pull, of each group, the pages from `here` to `stop`."""

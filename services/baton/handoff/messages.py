@@ -86,6 +86,8 @@ class Peer:
     """Whether it can constrain output."""
     images: bool = False
     """Whether it computes prompts with images."""
+    drafts: bool = False
+    """Whether it lends pages of the drafter that this worker has."""
     incarnation: int = 0
 
 
@@ -159,6 +161,8 @@ class StartPull:
     pull: int
     pairs: tuple[tuple[int, int], ...]
     step: int = 0
+    drafts: bool = False
+    """The pools are the drafters'; pulls of theirs are numbered by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,7 @@ class StopPull:
 
     address: str
     pull: int
+    drafts: bool = False
 
 
 FetchEffect = StartPrefill | AskCached | CancelPrefill | ReleaseLease | Beat | StartPull | StopPull
@@ -209,6 +214,17 @@ class FirstSampled:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftsAnnounced:
+    """Pages of a drafter's pool, final and under the attempt's lease."""
+
+    name: AttemptName
+    groups: tuple[GroupPages, ...]
+    """One a KV group of the drafter's; empty: there is nothing."""
+    entries: int
+    """See PagedDrafter.lend."""
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseFinished:
     """Terminal."""
 
@@ -231,5 +247,5 @@ class Alive:
     """The step thread has received a heartbeat. Belongs to no attempt."""
 
 
-PrefillOutput = ChunkAnnounced | FirstSampled | LeaseFinished | PrefillFailed
+PrefillOutput = ChunkAnnounced | FirstSampled | DraftsAnnounced | LeaseFinished | PrefillFailed
 """Outputs for the holder of an attempt."""

@@ -31,19 +31,21 @@ _Stream = ClientStream[prefill_pb2.FetchRequest, prefill_pb2.FetchResponse]
 class PageSourceServicer(prefill_pb2_grpc.PageSourceServicer):
     """Reads pages as they are at the moment; the answer to `release` says whether they were valid."""
 
-    def __init__(self, pages: PageStore | None = None) -> None:
-        """None: `pages` are set later, before the first call."""
-        self.pages = pages
+    def __init__(self, *pools: PageStore) -> None:
+        """`pools`: by FetchRequest.pool; may be set later, before the first call."""
+        self.pools: Sequence[PageStore] = pools
 
     async def Fetch(
         self,
         request_iterator: AsyncIterator[prefill_pb2.FetchRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[prefill_pb2.FetchResponse]:
-        assert self.pages is not None
-        reader = self.pages.reader()
-        count = self.pages.num_pages
+        readers = [pages.reader() for pages in self.pools]
         async for request in request_iterator:
+            if request.pool >= len(readers):
+                yield _error(request, invalid("pool", f"pool {request.pool} is not one of {len(readers)}"))
+                continue
+            reader, count = readers[request.pool], self.pools[request.pool].num_pages
             wrong = next((page for page in request.page_ids if page >= count), None)
             if wrong is not None:
                 yield _error(request, invalid("page_ids", f"page {wrong} is not one of the pool's {count}"))
@@ -94,12 +96,13 @@ class GrpcReceiver:
         num_pages: int,
         progress_seconds: float = PROGRESS_SECONDS,
         dial: Dial = open_channel,
+        pool: int = 0,
     ) -> None:
         """`address`: host:port of a PageSource whose pool has `num_pages` pages, as many bytes each as ours.
         Connects with the first pull. To be made on an event loop. `progress_seconds`: the longest pause
         between two pieces."""
         self._local = local
-        self._num_pages = num_pages
+        self._num_pages, self._pool = num_pages, pool
         self._progress_seconds = progress_seconds
         self._channel: grpc.aio.Channel = dial(address)
         self._stub = prefill_pb2_grpc.PageSourceStub(self._channel)
@@ -153,7 +156,8 @@ class GrpcReceiver:
     async def _fetch(self, call: _Stream, pairs: Sequence[tuple[int, int]], writer: PageWriter) -> None:
         """Writes pages as they arrive. Raises TransportError, also for a piece that is not the next one."""
         page_bytes = self._local.page_bytes
-        await call.write(prefill_pb2.FetchRequest(id=1, page_ids=[source for source, _ in pairs]))
+        wanted = [source for source, _ in pairs]
+        await call.write(prefill_pb2.FetchRequest(id=1, page_ids=wanted, pool=self._pool))
         for index, (_, target) in enumerate(pairs):
             offset = 0
             while offset < page_bytes:

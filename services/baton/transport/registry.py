@@ -117,4 +117,4 @@ async def _open(
     if not address:
         raise TransportError("the peer names no address")
     check_page_bytes(grpc.page_bytes, local)
-    return GrpcReceiver(address, local, grpc.num_pages, dial=dial)
+    return GrpcReceiver(address, local, grpc.num_pages, dial=dial, pool=grpc.pool)

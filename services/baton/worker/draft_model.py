@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from baton.checkpoint_limits import read_json
-from baton.config import MTP, DecodeConfig, WorkerConfig
+from baton.config import MTP, PrefillConfig, WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.heads import HeadDrafter
@@ -23,12 +24,17 @@ from baton.models.config import ModelConfig, read_config
 from baton.models.decoder import Decoder, LanguageModel
 from baton.models.device_mixture import device_mixture
 from baton.models.eagle3 import Eagle3Head, is_eagle3, load_eagle3
-from baton.models.loader import cache_specs
+from baton.models.loader import cache_specs, fingerprint
 from baton.models.medusa import is_medusa, load_medusa
 from baton.models.mtp import MtpHead, check_mtp, load_mtp
+from baton.rpc.address import new_incarnation
+from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
-from baton.worker.model import attention_of, kv_layout, load
+from baton.transport import Receiver, SegmentError, open_receiver
+from baton.v1 import common_pb2
+from baton.worker.model import attention_of, kv_layout, layout_message, load, model_fingerprint
+from baton.worker.pool import PublishedPool, make_pool
 from baton.worker.runners import make_runner, unsuited
 
 _log = get_logger()
@@ -79,82 +85,150 @@ def _read_draft(config: WorkerConfig, path: Path, target: ModelConfig) -> ModelC
     return found
 
 
-def load_drafter(config: WorkerConfig, target: LanguageModel, device: torch.device) -> Drafter | None:
-    """None: the configuration names no model. Takes its memory before the worker's pool gets what is left.
-    Blocks. Raises CheckpointError and BatonError."""
-    if not isinstance(config, DecodeConfig) or not config.draft_model:
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    drafter: Drafter
+    published: PublishedPool | None = None
+    """Its pages, where others see them; None: no others do."""
+    layout: common_pb2.Layout | None = None
+    """Of these."""
+
+    def endpoints(self) -> list[common_pb2.Endpoint]:
+        """As Engine.endpoints."""
+        endpoints = self.published.endpoints() if self.published is not None else []
+        for endpoint in endpoints:
+            if endpoint.HasField("grpc"):
+                endpoint.grpc.pool = 1
+        return endpoints
+
+    async def open_receiver(
+        self, endpoints: Sequence[common_pb2.Endpoint], address: str, busy: Callable[[], bool], dial: Dial
+    ) -> Receiver:
+        """As Engine.open_receiver, where there are published pages. Raises TransportError."""
+        assert self.published is not None
+        local, kinds = self.published.pages, self.published.kinds
+        return (await open_receiver(endpoints, local, kinds, address, busy, dial)).receiver
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    pool: PagePool
+    published: PublishedPool | None
+
+    @property
+    def generations(self) -> MutableSequence[int] | None:
+        return self.published.generations if self.published is not None else None
+
+    def loaded(self, drafter: Drafter, name: str) -> LoadedDrafter:
+        """`name`: a fingerprint of all that its keys and values depend on."""
+        if self.published is None:
+            return LoadedDrafter(drafter)
+        return LoadedDrafter(drafter, self.published, layout_message(self.pool.layout, name, None))
+
+
+def load_drafter(
+    config: WorkerConfig, target: LanguageModel, name: str, device: torch.device, kinds: tuple[str, ...]
+) -> LoadedDrafter | None:
+    """None: the configuration names no model, or this node has nothing to compute by it. Takes its memory
+    before the worker's pool gets what is left. `name`: the target's fingerprint; `kinds`: transports of its
+    pages. Blocks. Raises CheckpointError and BatonError."""
+    if not config.draft_model:
+        return None
+    if isinstance(config, PrefillConfig) and device.type != "cpu":
+        _log.warning("on a GPU nothing is computed of prompts for --draft: decode nodes draft without")
         return None
     if config.draft_model == MTP:
         assert isinstance(target, Decoder)
         head = load_mtp(resolve(config.model), target, config.load_format)
-        return _head_drafter(config, head, target, device)
+        return _head_drafter(config, head, target, f"mtp {name}", device, kinds)
     path = resolve(config.draft_model)
     raw = _raw(path)
     if is_medusa(raw):
+        if isinstance(config, PrefillConfig):
+            return None
         assert isinstance(target, Decoder)
         heads = load_medusa(path, target)
-        return MedusaDrafter(heads, config.max_rows, target.config.vocab_size, device)
+        return LoadedDrafter(MedusaDrafter(heads, config.max_rows, target.config.vocab_size, device))
     if is_eagle3(raw):
         assert isinstance(target, Decoder)
-        return _head_drafter(config, load_eagle3(path, target), target, device)
-    return _model_drafter(config, path, target, device)
+        own = fingerprint(path, target.dtype, variant=f"eagle3 {name}")
+        return _head_drafter(config, load_eagle3(path, target), target, own, device, kinds)
+    return _model_drafter(config, path, target, device, kinds)
 
 
 def _model_drafter(
-    config: DecodeConfig, path: Path, target: LanguageModel, device: torch.device
-) -> ModelDrafter:
+    config: WorkerConfig, path: Path, target: LanguageModel, device: torch.device, kinds: tuple[str, ...]
+) -> LoadedDrafter:
     shape = _read_draft(config, path, target.config)
     context = min(config.context_length or shape.context_length, shape.context_length)
     own = _freely(config)
     own = replace(own, model=config.draft_model, draft="off", context_length=context, kv_dtype="auto")
     model = load(own, path, target.dtype, device)
     layout = kv_layout(model, config.page_size or default_page_size(device), context)
-    pool = _pool(own, layout, context, device)
+    made = _pool(config, layout, context, device, kinds)
     (prefill, _), (decode, _) = attention_of(own, model, device)
-    made: Runner[Any] = make_runner(own, model, pool, prefill, decode, context)
+    runner: Runner[Any] = make_runner(own, model, made.pool, prefill, decode, context)
     groups = len(layout.groups)
-    return ModelDrafter(
-        TunedRunner(made, groups=groups) if device.type == "cpu" else made,
-        pages=pool.num_pages,
+    drafter = ModelDrafter(
+        TunedRunner(runner, groups=groups) if device.type == "cpu" else runner,
+        pages=made.pool.num_pages,
         page_size=layout.page_size,
         groups=groups,
         context_length=context,
         token_budget=own.token_budget,
+        generations=made.generations,
     )
+    return made.loaded(drafter, model_fingerprint(own, path, model, device))
 
 
 def _head_drafter(
-    config: DecodeConfig, head: Eagle3Head | MtpHead, target: Decoder, device: torch.device
-) -> HeadDrafter:
+    config: WorkerConfig,
+    head: Eagle3Head | MtpHead,
+    target: Decoder,
+    name: str,
+    device: torch.device,
+    kinds: tuple[str, ...],
+) -> LoadedDrafter:
     context = target.config.used_length
     specs = [spec.within(context) for spec in head.caches]
     layout = PoolLayout.of(specs, config.page_size or default_page_size(device), target.dtype)
-    pool = _pool(config, layout, context, device)
+    made = _pool(config, layout, context, device, kinds)
     (prefill, _), (decode, _) = attention_of(_freely(config), head, device)
     graphs = getattr(prefill, "graphs", False) and getattr(decode, "graphs", False)
     if not graphs or unsuited(target, prefill, decode) is not None:
         graphs = False
     for mixture in head.mixtures if graphs else ():
         mixture.kernels = device_mixture(mixture)
-    return HeadDrafter(
+    drafter = HeadDrafter(
         head,
-        pool,
+        made.pool,
         (prefill, decode),
         max_slots=config.max_rows,
         vocab_size=target.config.vocab_size,
         context_length=context,
         token_budget=config.token_budget,
         graph_drafts=config.most_drafts if graphs else 0,
+        generations=made.generations,
     )
+    return made.loaded(drafter, name)
 
 
-def _freely(config: DecodeConfig) -> DecodeConfig:
+def _freely(config: WorkerConfig) -> WorkerConfig:
     """What a model's attention was chosen for does not bind those who guess."""
     return replace(config, prefill_attention="auto", decode_attention="auto", batch_invariant=False)
 
 
-def _pool(config: WorkerConfig, layout: PoolLayout, context: int, device: torch.device) -> PagePool:
+def _pool(
+    config: WorkerConfig, layout: PoolLayout, context: int, device: torch.device, kinds: tuple[str, ...]
+) -> _Pool:
     one = layout.pages(-(-context // layout.page_size))
     pages = max(one, min(config.max_rows * one, KV_BYTES // layout.page_bytes))
     _log.info("drafts by a model", model=config.draft_model or config.model, pages=pages)
-    return PagePool(layout, pages, device, spare=1)
+    if device.type != "cpu":
+        return _Pool(PagePool(layout, pages, device, spare=1), None)
+    kinds = tuple(kind for kind in kinds if kind != "nixl")
+    try:
+        return _Pool(*make_pool(layout, pages, device, kinds, new_incarnation()))
+    except SegmentError as error:
+        _log.warning("pages of drafts travel over grpc", error=str(error))
+        return _Pool(*make_pool(layout, pages, device, ("grpc",), new_incarnation()))

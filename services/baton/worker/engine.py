@@ -16,7 +16,7 @@ from baton.attention.base import AttentionBackend
 from baton.attention.registry import NoBackend
 from baton.config import WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
-from baton.engine.draft.base import Drafter
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.images import ImageEncoder
 from baton.engine.model_runner import ModelRunner
@@ -49,7 +49,7 @@ from baton.transport import (
 )
 from baton.v1 import common_pb2, embed_pb2, node_pb2
 from baton.worker.checks import checked
-from baton.worker.draft_model import load_drafter
+from baton.worker.draft_model import LoadedDrafter, load_drafter
 from baton.worker.grammar_requests import make_compiler
 from baton.worker.host_memory import HostMemory, parse_size
 from baton.worker.images.choice import measure_encoding
@@ -106,7 +106,7 @@ class Engine:
     trials: Trials | None
     host_memory: HostMemory | None
     """None: there is no host tier."""
-    drafter: Drafter | None
+    drafter: LoadedDrafter | None
     """The one with a model of its own; None: there is none."""
     images: ImageEncoder | None
     """None: prompts with images are refused."""
@@ -123,6 +123,21 @@ class Engine:
         """The pool's bytes, for transports."""
         return self.published.pages
 
+    @property
+    def _published(self) -> list[PublishedPool]:
+        others = [self.drafter.published] if self.drafter is not None else []
+        return [self.published, *(each for each in others if each is not None)]
+
+    @property
+    def pools(self) -> list[PageStore]:
+        """By FetchRequest.pool."""
+        return [each.pages for each in self._published]
+
+    def check_drafts(self) -> None:
+        """Raises AccountingError."""
+        if self.drafter is not None and isinstance(self.drafter.drafter, PagedDrafter):
+            self.drafter.drafter.slots.check()
+
     def endpoints(self) -> list[common_pb2.Endpoint]:
         """The `grpc` endpoint has no address: pages are served where Prefill is."""
         return self.published.endpoints()
@@ -136,8 +151,9 @@ class Engine:
     def abandon(self) -> None:
         """The process ends, whatever is running."""
         self.ranks.kill()
-        if self.published.segment is not None:
-            self.published.segment.path.unlink(missing_ok=True)
+        for published in self._published:
+            if published.segment is not None:
+                published.segment.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self.trials is not None:
@@ -145,7 +161,8 @@ class Engine:
         self.ranks.close()
         if self.host_memory is not None:
             self.host_memory.close()
-        self.published.close()
+        for published in self._published:
+            published.close()
 
 
 def build_engine(config: WorkerConfig, incarnation: int, stopping: threading.Event | None = None) -> Engine:
@@ -203,8 +220,8 @@ def _build_ranked(
     model = load(config, path, dtype, device, ranks.shard, ranks.communicator)
     name = model_fingerprint(config, path, model, device)
     ranks.loaded(name)
-    drafter = load_drafter(config, model, device)
-    tap = drafter.tap if drafter is not None else ()
+    drafter = load_drafter(config, model, name, device, kinds)
+    tap = drafter.drafter.tap if drafter is not None else ()
     shape = model.config
     size = config.page_size or default_page_size(device, model.caches, model.dtype.itemsize)
     context = min(config.context_length or shape.context_length, shape.context_length)

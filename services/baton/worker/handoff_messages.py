@@ -11,6 +11,7 @@ from baton.handoff.messages import (
     AttemptName,
     CancelPrefill,
     ChunkAnnounced,
+    DraftsAnnounced,
     FirstSampled,
     GroupPages,
     LeaseFinished,
@@ -145,6 +146,8 @@ def events_from(
             hidden = form.read(first.hidden) if form is not None and first.hidden else None
             tiers = tiers_from(first.cached_tiers, first.cached_tokens)
             yield FirstSampled(name, tokens, first.cached_tokens, logprobs, hidden, tiers)
+        elif kind == "drafts":
+            yield DraftsAnnounced(name, tuple(map(_group, event.drafts.groups)), event.drafts.entries)
         elif kind == "prompt_logprobs":
             parts.setdefault(name, []).extend(event.prompt_logprobs.positions)
         elif kind == "finished":

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from baton.handoff.messages import (
     ChunkAnnounced,
+    DraftsAnnounced,
     FirstSampled,
     LeaseFinished,
     PrefillFailed,
@@ -30,6 +31,8 @@ class LeaseStream(CallerStream):
         """See PrefillHello."""
         self.hidden_layers: tuple[int, ...] = ()
         """HiddenTap.layers that the caller wants with first tokens."""
+        self.drafts = False
+        """Whether the caller has the drafter that this worker has."""
 
     async def messages(self) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         async for message in self.outbox:
@@ -75,6 +78,10 @@ def events_of(output: PrefillOutput, chunk_groups: bool) -> Iterator[prefill_pb2
             sampled = event.first.tokens.add(token_id=token)
             if logprobs is not None:
                 sampled.logprobs.CopyFrom(logprobs_to(logprobs))
+    elif isinstance(output, DraftsAnnounced):
+        event.drafts.entries = output.entries
+        for each in output.groups:
+            event.drafts.groups.add(page_ids=each.pages, generations=each.generations)
     elif isinstance(output, LeaseFinished):
         event.finished.stood = output.stood
     elif isinstance(output, PrefillFailed):

@@ -141,6 +141,7 @@ class WorkerNode(WorkerShell[C]):
         self._address, self.engine, self.model_info = address, engine, engine.model_info
         self.device = engine.device.type
         self.layout, self.page_bytes = engine.layout, engine.pages.page_bytes
+        self.draft_layout = engine.drafter.layout if engine.drafter is not None else None
         core = self.core_or_none = self.make_core(engine.cache)
         if before is not None:  # receivers wait for a step that is at least the announced one
             core.scheduler.step_number = before.core.scheduler.step_number
@@ -300,11 +301,19 @@ class WorkerNode(WorkerShell[C]):
         return self.engine.endpoints()
 
     async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
-        opened = await self.engine.open_receiver(
-            list(endpoints), address, lambda: self._load.running > 0, self.cluster.dial
-        )
+        opened = await self.engine.open_receiver(list(endpoints), address, self._busy, self.cluster.dial)
         _log.info("pool of a peer opened", address=address, transport=opened.reason)
         return opened.receiver
+
+    def draft_endpoints(self) -> list[common_pb2.Endpoint]:
+        return self.engine.drafter.endpoints() if self.engine.drafter is not None else []
+
+    async def open_draft_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
+        assert self.engine.drafter is not None, "peers have agreed"
+        return await self.engine.drafter.open_receiver(endpoints, address, self._busy, self.cluster.dial)
+
+    def _busy(self) -> bool:
+        return self._load.running > 0
 
     def compile_grammar(
         self, spec: GrammarSpec, done: Callable[[CompiledGrammar | GrammarError], None]
@@ -395,6 +404,7 @@ class WorkerNode(WorkerShell[C]):
         def check(core: C, now: float) -> None:
             try:
                 core.scheduler.cache.check(idle=True)
+                self.engine.check_drafts()
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)

@@ -93,7 +93,7 @@ class PagePeers:
         self._forget_seconds = request_seconds + FORGET_SECONDS
         self._silence = max(silence / 2, silence - 2 * HEARTBEAT_SECONDS)
         self._peers: dict[str, PagePeer] = {}
-        self._pulls: dict[int, PullTask] = {}
+        self._pulls: dict[tuple[bool, int], PullTask] = {}
         self.pull_meter = PullMeter()
 
     def check_room(self, addresses: Sequence[str]) -> None:
@@ -139,20 +139,21 @@ class PagePeers:
         for effect in sorted(effects, key=lambda effect: isinstance(effect, CancelPrefill)):
             peer = self._peers.get(effect.address)
             if isinstance(effect, StartPull):
-                pull = self._pulls[effect.pull] = PullTask(effect, self._node.steps.call, self._taker)
+                pull = PullTask(effect, self._node.steps.call, self._taker)
+                self._pulls[effect.drafts, effect.pull] = pull
                 pull.task = self._node.spawn(self._pull(peer, pull, effect), "pull")
             elif isinstance(effect, StopPull):
-                if effect.pull in self._pulls:
-                    self._pulls[effect.pull].stop()
+                if (number := (effect.drafts, effect.pull)) in self._pulls:
+                    self._pulls[number].stop()
             elif peer is not None:
                 peer.send(effect)
 
     async def _pull(self, peer: PagePeer | None, pull: PullTask, effect: StartPull) -> None:
         try:
-            await pull.run(peer.receiver if peer is not None else None)
+            await pull.run(peer.receiver_of(effect) if peer is not None else None)
         finally:
-            del self._pulls[effect.pull]
-            if pull.seconds is not None:
+            del self._pulls[effect.drafts, effect.pull]
+            if pull.seconds is not None and not effect.drafts:
                 tokens = len(effect.pairs) * self._node.layout.page_size
                 self.pull_meter.add(tokens, max(pull.seconds, 1e-6))
 
@@ -174,6 +175,8 @@ class PagePeer:
         """silence: seconds without any answer after which the connection is reopened."""
         self.address = address
         self.receiver: Receiver | None = None
+        self.draft_receiver: Receiver | None = None
+        """None: its drafter, if it has one, is another."""
         self.usable = asyncio.Event()
         self.incarnation = 0
         self.named = 0.0
@@ -219,6 +222,8 @@ class PagePeer:
         )
         if self._node.hidden_form is not None:
             hello.hidden_layers.extend(layers_to(self._node.hidden_form.layers))
+        if self._node.draft_layout is not None:
+            hello.draft_layout.CopyFrom(self._node.draft_layout)
         return prefill_pb2.PrefillRequest(hello=hello)
 
     def welcomed(self, response: prefill_pb2.PrefillResponse) -> None:
@@ -239,10 +244,11 @@ class PagePeer:
         except TransportError as error:
             self.link.reset(failed_precondition(f"no transport to {self.address}: {error}", "NO_TRANSPORT"))
             return
+        drafts = await self._open_drafts(welcome)
         if session != self._session or not self.link.connected:
-            await receiver.close()
+            await _close(receiver, drafts)
             return
-        self.receiver = receiver
+        self.receiver, self.draft_receiver = receiver, drafts
         self.incarnation = welcome.incarnation
         self.usable.set()
         if welcome.lease_grace_ms:
@@ -257,8 +263,21 @@ class PagePeer:
             shares_gpu=shares_gpu,
             grammars=welcome.grammars,
             images=welcome.images,
+            drafts=drafts is not None,
         )
         self._changed(peer, "")
+
+    async def _open_drafts(self, welcome: prefill_pb2.PrefillWelcome) -> Receiver | None:
+        if not self._node.has_drafts_of(welcome):
+            return None
+        try:
+            return await self._node.open_draft_receiver(list(welcome.draft_endpoints), self.address)
+        except TransportError as error:
+            _log.warning("pages of drafts do not come here", address=self.address, error=str(error))
+            return None
+
+    def receiver_of(self, effect: StartPull) -> Receiver | None:
+        return self.draft_receiver if effect.drafts else self.receiver
 
     def received(self, response: prefill_pb2.PrefillResponse) -> None:
         address, node = self.address, self._node
@@ -277,9 +296,7 @@ class PagePeer:
     def lost(self, error: BatonError) -> None:
         self._session += 1
         self._parts.clear()
-        receiver, self.receiver = self.receiver, None
-        if receiver is not None:
-            self._node.spawn(receiver.close(), f"close pool of {self.address}")
+        self._node.spawn(self._leave_pools(), f"close pools of {self.address}")
         self.usable.clear()
         if error.code is grpc.StatusCode.FAILED_PRECONDITION:
             _log.error("worker refused", address=self.address, reason=error.reason, error=error.message)
@@ -292,9 +309,18 @@ class PagePeer:
     async def close(self) -> None:
         await self.link.close()
         self._session += 1
-        receiver, self.receiver = self.receiver, None
-        if receiver is not None:
-            await receiver.close()
+        await self._leave_pools()
+
+    async def _leave_pools(self) -> None:
+        receivers = self.receiver, self.draft_receiver
+        self.receiver = self.draft_receiver = None
+        await _close(*receivers)
+
+
+async def _close(*receivers: Receiver | None) -> None:
+    for each in receivers:
+        if each is not None:
+            await each.close()
 
 
 class PullTask:
@@ -349,5 +375,10 @@ class PullTask:
 
     def _report(self, error: str | None, generations: list[int] | None) -> None:
         self._reported = True
-        number = self._effect.pull
-        self._call(lambda core, now: self._taker(core).fetches.pull_ended(number, error, generations, now))
+        number, drafts = self._effect.pull, self._effect.drafts
+
+        def ended(core: Any, now: float) -> None:
+            pulls = core.handoffs.drafts if drafts else self._taker(core).fetches
+            pulls.pull_ended(number, error, generations, now)
+
+        self._call(ended)

@@ -100,7 +100,7 @@ class WorkerProcess:
 
     async def start(self, address: str) -> None:
         await self.node.start(address)
-        self._page_source.pages = self.node.engine.pages
+        self._page_source.pools = self.node.engine.pools
 
     async def drain(self, seconds: float) -> int:
         """Gives up a change of role that is under way, as far as it can be."""

@@ -15,7 +15,7 @@ from baton.kvcache import KvCacheManager
 from baton.rpc.errors import BatonError, unavailable
 from baton.tracing.recorder import Recorder
 from baton.transport import Receiver
-from baton.v1 import common_pb2, node_pb2
+from baton.v1 import common_pb2, node_pb2, prefill_pb2
 from baton.worker.core import WorkerCore
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class WorkerShell(Generic[C]):
     recorder: Recorder
     hidden_form: HiddenForm | None = None
     """Form of hidden states that a drafter here wants with first tokens; None: none does."""
+    draft_layout: common_pb2.Layout | None = None
+    """Layout of the pages of a drafter here, where they travel; None: there are none."""
     lending: CacheLending
     sources: SourcePeers
 
@@ -88,6 +90,19 @@ class WorkerShell(Generic[C]):
     async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
         """Opens a peer's pool. Raises TransportError."""
         raise NotImplementedError
+
+    def draft_endpoints(self) -> list[common_pb2.Endpoint]:
+        """As `endpoints`, of the drafter's pool."""
+        raise NotImplementedError
+
+    async def open_draft_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
+        """As `open_receiver`, of the drafter's pool."""
+        raise NotImplementedError
+
+    def has_drafts_of(self, peer: prefill_pb2.PrefillHello | prefill_pb2.PrefillWelcome) -> bool:
+        """Whether the peer's drafter has the same pages as the one here."""
+        own = self.draft_layout
+        return own is not None and peer.HasField("draft_layout") and peer.draft_layout == own
 
     def make_core(self, cache: KvCacheManager) -> C:
         raise NotImplementedError

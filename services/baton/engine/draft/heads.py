@@ -1,15 +1,15 @@
 """Heads that read a model's hidden states guess how sequences go on: EAGLE-3, multi-token prediction.
 
 A head computes pairs: the model's hidden states at a position, and the token that follows it. Its keys and
-values are those of the pairs that it has had, in the order of their positions. Positions whose hidden states
-never came (cached prefixes, prompts computed elsewhere but for their ends) are left out, and the head attends
-to what it has.
+values are those of the pairs that it has had, in the order of their positions. Whole pages of pairs without a
+gap are found by later sequences that begin with the same tokens, whose hidden states the model then does not
+compute. Positions that are neither found nor computed are left out, and the head attends to what it has.
 Guesses behind the first take the head's own states for the model's; their keys and values are written over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,15 +19,16 @@ from baton.attention.base import AttentionBackend, AttentionRows
 from baton.attention.paged import PagedAttention
 from baton.attention.step import ModelAttention
 from baton.engine.batch import HostBatch
-from baton.engine.draft.base import Drafter
 from baton.engine.draft.draft_head import DraftHead
 from baton.engine.draft.head_graphs import HeadGraphs, HeadRow, HeadShape
 from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.draft.sampling import DraftSampler, read_drafts
 from baton.engine.plan import PlanRow
 from baton.engine.request import Sequence as TokenSequence
 from baton.engine.request import SequencePhase
 from baton.engine.sampler import KernelSamples, Samples
+from baton.kvcache import BlockTable
 from baton.kvcache.kv_pool import PagePool
 from baton.layers.async_copy import to_device
 from baton.layers.batch import Batch
@@ -57,6 +58,14 @@ class HeadState:
     def lost(self) -> bool:
         return self.kv is None or self.kv.slot < 0
 
+    def skip(self, position: int) -> None:
+        """Hidden states before it are not waited for any more."""
+        waiting, self.waiting = self.waiting, []
+        for start, hidden in waiting:
+            known = max(0, position - start)
+            if known < len(hidden):
+                self.waiting.append((start + known, hidden[known:]))
+
 
 @dataclass(slots=True, eq=False)
 class _Work:
@@ -78,9 +87,7 @@ class _Work:
         return before
 
 
-class HeadDrafter(Drafter):
-    computes = True
-
+class HeadDrafter(PagedDrafter):
     def __init__(
         self,
         head: DraftHead,
@@ -92,21 +99,24 @@ class HeadDrafter(Drafter):
         context_length: int,
         token_budget: int,
         graph_drafts: int = 0,
+        generations: MutableSequence[int] | None = None,
     ) -> None:
-        """`pool`: for its keys and values, with a spare page; `attention`: for prompts, for rows of one
+        """`pool`: for its keys and values, where kernels pad rows with a spare page; `generations`: of its
+        pages, where others see them; `attention`: for prompts, for rows of one
         token. `token_budget`: pairs that it computes in a step, at most; `vocab_size` and `context_length`:
         the model's. `graph_drafts`: steps have CUDA graphs, of rows with at most so many drafts; 0: none."""
         self.name, self.tap = head.name, head.tap
         self._head, self._pool = head, pool
         self._attention = ModelAttention(pool, head.heads, head.attention_options, *attention)
         layout = pool.layout
-        self._slots = DraftKvSlots(max_slots, pool.num_pages, layout.page_size, len(layout.groups))
+        limits = max_slots, pool.num_pages, layout.page_size, len(layout.groups)
+        self.slots = DraftKvSlots(*limits, generations)
         self._sampler = DraftSampler(max_slots, vocab_size, pool.device)
         self._graphs: HeadGraphs | None = None
         if graph_drafts:
             with torch.inference_mode():
-                limits = context_length, graph_drafts, max_slots
-                self._graphs = HeadGraphs(head, self._attention, *limits)
+                most = context_length, graph_drafts, max_slots
+                self._graphs = HeadGraphs(head, self._attention, *most)
         self._paged = any(issubclass(each, PagedAttention) for each in attention)
         self._context, self._budget = context_length, token_budget
         self._step = 0
@@ -137,14 +147,13 @@ class HeadDrafter(Drafter):
             for sequence, most in wanted
             if isinstance(state := sequence.drafting, HeadState)
         }
+        self._forget_ended()
         for state in [each for each in self._waiting if each not in asked]:
-            if state.sequence.phase is SequencePhase.ENDED:
-                del self._waiting[state]
-            elif sum(len(hidden) for _, hidden in state.waiting) > MOST_WAITING:
+            if sum(len(hidden) for _, hidden in state.waiting) > MOST_WAITING:
                 asked[state] = 0
         budget, works = self._budget, []
         for state, drafts in asked.items():
-            work = self._work(state, drafts, budget)
+            work = self._work(state, drafts, budget, len(state.sequence.tokens))
             if work is not None:
                 works.append(work)
                 budget -= len(work.positions)
@@ -161,29 +170,76 @@ class HeadDrafter(Drafter):
         if shape is not None:
             self._draft_by_graph(shape, ready)
 
+    def _forget_ended(self) -> None:
+        for state in [each for each in self._waiting if each.sequence.phase is SequencePhase.ENDED]:
+            del self._waiting[state]
+
+    @torch.inference_mode()
+    def fill(self, prompts: Sequence[tuple[TokenSequence, int]]) -> None:
+        self._forget_ended()
+        works: list[_Work] | None = None
+        while works or works is None:
+            self._step += 1
+            budget, works = self._budget, []
+            for sequence, count in prompts:
+                state = sequence.drafting
+                if isinstance(state, HeadState) and (state.lost or state.waiting[0][0] < count - 1):
+                    work = self._work(state, 0, budget, count) if budget else None
+                    if work is not None and work.positions:
+                        works.append(work)
+                        budget -= len(work.positions)
+            if works:
+                self._catch_up(works)
+
+    def lend(self, sequence: TokenSequence) -> tuple[BlockTable, int] | None:
+        state, sequence.drafting = sequence.drafting, None
+        if not isinstance(state, HeadState):
+            return None
+        self._waiting.pop(state, None)
+        if state.kv is None or state.kv.slot < 0:
+            return None
+        return self.slots.lend(state.kv), state.pairs
+
+    def room(self, sequence: TokenSequence, entries: int, tokens: int) -> DraftKv | None:
+        following, namespace = _key(sequence, entries + 1 if entries == tokens - 1 else 0)
+        return self.slots.take(None, entries, self._step, following, namespace, last=0)
+
+    def arrived(self, sequence: TokenSequence, kv: DraftKv, entries: int, tokens: int) -> None:
+        if kv.slot < 0:
+            return
+        state = sequence.drafting
+        if not isinstance(state, HeadState):
+            state = sequence.drafting = HeadState(sequence)
+        if state.kv is not None:
+            self.slots.drop(state.kv)
+        state.kv, state.pairs, state.last = kv, entries, None
+        state.skip(tokens - 1)
+        state.seen = max(state.seen, tokens - 1)
+        self._keep(state, tokens - 1)
+
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
         state = sequence.drafting
         if not isinstance(state, HeadState) or state.kv is None or state.kv.used != self._step:
             return ()
         return state.kv.guess[:most]
 
-    def _work(self, state: HeadState, drafts: int, budget: int) -> _Work | None:
-        """Takes what waits, as much as the budget allows, and the pages that it needs; None: there are none,
-        and the head goes on without."""
-        known = len(state.sequence.tokens)
-        waiting = sum(len(hidden) for _, hidden in state.waiting)
-        if not waiting and drafts < 1:
+    def _work(self, state: HeadState, drafts: int, budget: int, known: int) -> _Work | None:
+        """Takes what waits of the first `known` tokens, as much as the budget allows, and the pages that it
+        needs; None: there are none, and the head goes on without."""
+        if not state.waiting and drafts < 1:
             return None
-        lost = state.lost
-        pairs = (0 if lost else state.pairs) + min(waiting, budget) + max(drafts, 1) - 1
-        kv = self._slots.take(state.kv, pairs, self._step)
+        if state.lost:
+            following, namespace = _key(state.sequence, state.seen)
+            state.kv = self.slots.take(state.kv, 0, self._step, following, namespace, last=0)
+            state.pairs, state.last = len(state.kv.written) if state.kv is not None else 0, None
+            state.skip(state.pairs)
+        waiting = sum(len(hidden) for _, hidden in state.waiting)
+        pairs = state.pairs + min(waiting, budget) + max(drafts, 1) - 1
+        kv = self.slots.take(state.kv, pairs, self._step) if state.kv is not None else None
         if kv is None:
             state.waiting.clear()
             self._waiting.pop(state, None)
             return None
-        if lost:
-            state.pairs, state.last = 0, None
-        state.kv = kv
         work = _Work(state, kv, drafts, [], [])
         while state.waiting and budget:
             start, hidden = state.waiting.pop(0)
@@ -212,6 +268,16 @@ class HeadDrafter(Drafter):
             state = work.state
             state.pairs += len(work.positions)
             state.last, state.behind = last, work.positions[-1] + 2
+            self._keep(state, state.behind - 1)
+
+    def _keep(self, state: HeadState, pairs: int) -> None:
+        """Later sequences may find the first `pairs` pairs, if none of them is left out."""
+        kv = state.kv
+        if kv is None or state.pairs != pairs or pairs // self.slots.cache.page_size <= kv.holding.committed:
+            return
+        tokens, namespace = _key(state.sequence, pairs + 1)
+        if namespace == kv.holding.namespace:
+            self.slots.keep(kv, tokens, pairs)
 
     @staticmethod
     def _ends(work: _Work) -> bool:
@@ -268,7 +334,7 @@ class HeadDrafter(Drafter):
         if is_number and len(work.kv.guess) == depth:
             work.kv.guess.append(token)
         elif not work.state.lost:
-            self._slots.drop(work.kv)
+            self.slots.drop(work.kv, damaged=True)
 
     def _pass(
         self,
@@ -310,6 +376,12 @@ class HeadDrafter(Drafter):
         if longest > 1:
             own.starts = to_device(host.starts[first : end + 1] - host.starts[first], device)
         return own
+
+
+def _key(sequence: TokenSequence, tokens: int) -> tuple[Sequence[int], str]:
+    """What the pairs of a sequence's first tokens are found by: each by its second token. The first token of
+    all is a part of the namespace."""
+    return sequence.tokens[1:tokens], f"{sequence.tokens[0]} {sequence.request.namespace}"
 
 
 def _is_ready(state: HeadState) -> bool:

@@ -1,13 +1,13 @@
 """What drafters with a model of their own keep of sequences: a batch slot and pages of a pool of their own.
 
 Nobody tells a drafter that a sequence has ended. What was not used for longest makes room, and what a
-sequence has lost is computed again if it is still wanted: drafts are guesses. Pages of tokens alone, without
-what another model has said of them, are found again by later sequences, in a prefix tree of their own.
+sequence has lost is computed again if it is still wanted: drafts are guesses. Whole pages are found again by
+later sequences, in a prefix tree of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.engine.plan import SlotInit
@@ -32,6 +32,11 @@ class DraftKv:
     """What follows the sequence's tokens in that step."""
 
     @property
+    def found(self) -> int:
+        """Leading page indexes that were kept from earlier sequences."""
+        return self.holding.shared
+
+    @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
         """The page table of each KV group."""
         return self.holding.page_tables()
@@ -48,49 +53,71 @@ class DraftKv:
 class DraftKvSlots:
     """Slots and pages of all sequences. Pages of windows are kept, whatever a window sees."""
 
-    def __init__(self, slots: int, pages: int, page_size: int, groups: int) -> None:
+    def __init__(
+        self,
+        slots: int,
+        pages: int,
+        page_size: int,
+        groups: int,
+        generations: MutableSequence[int] | None = None,
+    ) -> None:
+        """`generations`: of the pages, where others see them."""
         self._free = list(range(slots))
-        self._cache = KvCacheManager(PageAllocator(pages), PrefixTree(page_size, groups=(FULL,) * groups))
+        tree = PrefixTree(page_size, groups=(FULL,) * groups)
+        self.cache = KvCacheManager(PageAllocator(pages, generations), tree)
         self._kept: dict[DraftKv, None] = {}
         """Those with a slot, the one that was not used for longest first."""
 
     def take(
-        self, kv: DraftKv | None, room: int, step: int, tokens: Sequence[int] = (), namespace: str = ""
+        self,
+        kv: DraftKv | None,
+        room: int,
+        step: int,
+        tokens: Sequence[int] = (),
+        namespace: str = "",
+        last: int = 1,
     ) -> DraftKv | None:
         """What is kept of a sequence (`kv`, as long as it has a slot, else anew), with pages for `room`
         tokens; None: there is no room beside what else this step uses. `tokens`: the sequence's, all but the
-        last of which may be found where earlier ones were kept."""
+        `last` of which may be found where earlier ones were kept."""
         if kv is None or kv.slot < 0:
             if not self._free and not self._make_room(step):
                 return None
-            size = self._cache.page_size
-            holding = self._cache.hold(tokens, namespace, max(0, len(tokens) - 1) // size)
+            size = self.cache.page_size
+            holding = self.cache.hold(tokens, namespace, max(0, len(tokens) - last) // size)
             kv = DraftKv(self._free.pop(), holding, list(tokens[: len(holding) * size]))
         self._kept.pop(kv, None)
         self._kept[kv] = None
         kv.used, kv.guess = step, []
-        rows = max(len(kv.holding), -(-room // self._cache.page_size))
-        while self._cache.lacking(kv.holding, rows) > self._cache.available:
+        rows = max(len(kv.holding), -(-room // self.cache.page_size))
+        while self.cache.lacking(kv.holding, rows) > self.cache.available:
             if not self._make_room(step):
                 return None
-        self._cache.extend(kv.holding, rows)
+        self.cache.extend(kv.holding, rows)
         return kv
 
     def keep(self, kv: DraftKv, tokens: Sequence[int], count: int) -> None:
         """Keys and values of the sequence's first `count` tokens are in its pages for good."""
-        if count // self._cache.page_size > kv.holding.committed:
-            self._cache.commit(kv.holding, tokens[:count], kv.holding.namespace)
+        if count // self.cache.page_size > kv.holding.committed:
+            self.cache.commit(kv.holding, tokens[:count], kv.holding.namespace)
 
-    def drop(self, kv: DraftKv) -> None:
-        """Gives up its slot and its pages."""
+    def lend(self, kv: DraftKv) -> BlockTable:
+        """Gives up its slot; its pages are the caller's to release."""
         self._free.append(kv.slot)
-        self._cache.release(kv.holding, 0)
         kv.slot = -1
         del self._kept[kv]
+        return kv.holding
+
+    def drop(self, kv: DraftKv, damaged: bool = False) -> None:
+        """Gives up its slot, if it has one, and its pages. `damaged`: nobody may find these any more."""
+        if kv.slot >= 0:
+            if damaged:
+                self.cache.withdraw(kv.holding)
+            self.cache.release(self.lend(kv), 0)
 
     def check(self) -> None:
         """Raises AccountingError."""
-        self._cache.check()
+        self.cache.check()
 
     def _make_room(self, step: int) -> bool:
         oldest = next(iter(self._kept), None)

@@ -7,18 +7,18 @@ token: where the two models' probabilities are alike, so are their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
-from baton.engine.draft.base import Drafter
 from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots, slot_init
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan
 from baton.engine.request import Sequence as TokenSequence
+from baton.kvcache import BlockTable
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(PagedDrafter):
     name = "model"
-    computes = True
 
     def __init__(
         self,
@@ -29,12 +29,13 @@ class ModelDrafter(Drafter):
         groups: int,
         context_length: int,
         token_budget: int,
+        generations: MutableSequence[int] | None = None,
     ) -> None:
-        """`pages`: those of the runner's pool, of `groups` KV groups together; `context_length`: positions
-        that the model knows; `token_budget`: known tokens that it computes in a step, at most. Sequences that
-        it has not caught up with get no drafts."""
+        """`pages`: those of the runner's pool, of `groups` KV groups together, and their `generations`, where
+        others see them; `context_length`: positions that the model knows; `token_budget`: known tokens that
+        it computes in a step, at most. Sequences that it has not caught up with get no drafts."""
         self._runner = runner
-        self._slots = DraftKvSlots(runner.max_slots, pages, page_size, groups)
+        self.slots = DraftKvSlots(runner.max_slots, pages, page_size, groups, generations)
         self._context, self._budget = context_length, token_budget
         self._step = 0
         self._launched = 0
@@ -55,7 +56,7 @@ class ModelDrafter(Drafter):
                 continue
             kept = sequence.drafting if isinstance(sequence.drafting, DraftKv) else None
             room = len(tokens) + most - 1
-            kv = self._slots.take(kept, room, self._step, tokens, sequence.request.namespace)
+            kv = self.slots.take(kept, room, self._step, tokens, sequence.request.namespace)
             if kv is None:
                 continue
             sequence.drafting = kv
@@ -74,11 +75,58 @@ class ModelDrafter(Drafter):
             for kv, tokens, count in known:
                 if kv.slot not in failed:
                     # The last are written again if it is asked again before there is another token.
-                    self._slots.keep(kv, tokens, count - 1)
+                    self.slots.keep(kv, tokens, count - 1)
 
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
         kv = sequence.drafting
         return kv.guess[:most] if isinstance(kv, DraftKv) and kv.used == self._step else ()
+
+    def fill(self, prompts: Sequence[tuple[TokenSequence, int]]) -> None:
+        missing = [(sequence, count) for sequence, count in prompts if count <= self._context]
+        while missing:
+            self._step += 1
+            budget, rows, left = self._budget, list[PlanRow](), list[tuple[TokenSequence, int]]()
+            filled: list[tuple[DraftKv, list[int], int]] = []
+            for sequence, count in missing:
+                kept = sequence.drafting if isinstance(sequence.drafting, DraftKv) else None
+                tokens = sequence.tokens[:count]
+                kv = self.slots.take(kept, count, self._step, tokens, sequence.request.namespace)
+                if kv is None:
+                    continue
+                sequence.drafting = kv
+                start = kv.agree(tokens)
+                chunk = tokens[start : start + budget]
+                if chunk:
+                    budget -= len(chunk)
+                    kv.written += chunk
+                    rows.append(PlanRow(kv.slot, chunk, start, kv.tables, ()))
+                    filled.append((kv, tokens, start + len(chunk)))
+                if start + len(chunk) < count:
+                    left.append((sequence, count))
+            if rows:
+                self._draft(rows, [], [])
+            for kv, tokens, count in filled:
+                self.slots.keep(kv, tokens, count)
+            missing = left
+
+    def lend(self, sequence: TokenSequence) -> tuple[BlockTable, int] | None:
+        kv, sequence.drafting = sequence.drafting, None
+        if not isinstance(kv, DraftKv) or kv.slot < 0:
+            return None
+        return self.slots.lend(kv), len(kv.written)
+
+    def room(self, sequence: TokenSequence, entries: int, tokens: int) -> DraftKv | None:
+        own = sequence.tokens[:entries]
+        return self.slots.take(None, entries, self._step, own, sequence.request.namespace)
+
+    def arrived(self, sequence: TokenSequence, kv: DraftKv, entries: int, tokens: int) -> None:
+        if kv.slot < 0:
+            return
+        if isinstance(sequence.drafting, DraftKv):
+            self.slots.drop(sequence.drafting)
+        sequence.drafting = kv
+        kv.written = sequence.tokens[:entries]
+        self.slots.keep(kv, kv.written, entries)
 
     def _draft(
         self, rows: list[PlanRow], inits: list[SlotInit], going: list[tuple[DraftKv, int, int]]

@@ -35,7 +35,7 @@ class DraftPlanner:
         """Drafts that have been verified, by their place in the row."""
         self.accepted = [0] * config.draft_tokens
         """Those of them that were right."""
-        self._drafter, self._config, self._page_size, self._extend = drafter, config, cache.page_size, extend
+        self.drafter, self._config, self._page_size, self._extend = drafter, config, cache.page_size, extend
         self._states = cache.has_states
         self.waits = self._states or drafter.computes
         """Whether a step with drafts must be read before the next is planned."""
@@ -74,11 +74,11 @@ class DraftPlanner:
     def _guesses(self, wanted: Sequence[tuple[TokenSequence, int]], room: int) -> dict[TokenSequence, Drafts]:
         """What the drafter guesses for each sequence that it has a guess for."""
         # It does not know the tokens in flight, and guesses them too.
-        self._drafter.prepare([(sequence, sequence.unread + most) for sequence, most in wanted])
+        self.drafter.prepare([(sequence, sequence.unread + most) for sequence, most in wanted])
         found: dict[TokenSequence, Drafts] = {}
         for sequence, most in wanted:
             unread, stops = sequence.unread, sequence.request.params.stop_token_ids
-            guess = self._drafter.draft(sequence, unread + min(most, room))[unread - sequence.drafted :]
+            guess = self.drafter.draft(sequence, unread + min(most, room))[unread - sequence.drafted :]
             # Nothing follows a stop token; a grammar cannot even say what might.
             drafts = tuple(guess[: next((i for i, token in enumerate(guess) if token in stops), None)])
             if len(drafts) > sequence.drafted:
@@ -101,7 +101,7 @@ class DraftPlanner:
         if config.draft_adaptive:
             if step < row.until:
                 return 0
-            if self._drafter.computes:
+            if self.drafter.computes:
                 most = min(most, row.taken + 2)
         return most
 
@@ -117,7 +117,7 @@ class DraftPlanner:
         """The hidden states of the sequence's last tokens before position `end`."""
         if not self.broken and not sequence.request.images:
             with self._guarded():
-                self._drafter.observe(sequence, end - len(hidden), hidden)
+                self.drafter.observe(sequence, end - len(hidden), hidden)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -244,7 +244,7 @@ class DecodeCore:
             self.cache.tier.tick(now)
         for state in [r for r in self.unfinished.values() if r.request.deadline <= now]:
             self._fail(state, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
-        self.fetches.tick(now)
+        self.handoffs.tick(now)
         self.sharing.tick(now, self.overload.blocked and not self.scheduler.prompts)
         for sequence, late in self.overload.late(now):
             self.counters.refused += 1

@@ -9,13 +9,14 @@ from baton.engine.draft.base import Drafter
 from baton.engine.draft.oracle import OracleDrafter
 from baton.engine.draft.suffix import SuffixDrafter
 from baton.kvcache import KvCacheManager
+from baton.worker.draft_model import LoadedDrafter
 
 ORACLE = "BATON_TEST_ORACLE"
 """Environment variable of tests and benchmarks: a file of continuations and, behind a colon, the share that
 is not spoiled."""
 
 
-def make_drafter(config: DecodeConfig, model: Drafter | None, cache: KvCacheManager) -> Drafter | None:
+def make_drafter(config: DecodeConfig, model: LoadedDrafter | None, cache: KvCacheManager) -> Drafter | None:
     """None: no row has drafts. `model`: the one with a model of its own, if the configuration names one.
     Raises ValueError with a readable line."""
     oracle = os.environ.get(ORACLE, "")
@@ -28,4 +29,6 @@ def make_drafter(config: DecodeConfig, model: Drafter | None, cache: KvCacheMana
     if oracle:
         path, _, right = oracle.rpartition(":")
         return OracleDrafter.read(path, float(right)) if path else OracleDrafter.read(oracle)
-    return model if config.draft_model else SuffixDrafter(cache)
+    if config.draft_model:
+        return model.drafter if model is not None else None
+    return SuffixDrafter(cache)

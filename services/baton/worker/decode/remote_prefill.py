@@ -10,12 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from baton.config import DecodeConfig
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.request import Sequence
 from baton.engine.scheduler import Scheduler
 from baton.handoff.fetch import Fetch, Fetches
-from baton.handoff.messages import AttemptName, FirstSampled, HandoffNames, PrefillOutput, StartPrefill
+from baton.handoff.messages import (
+    AttemptName,
+    DraftsAnnounced,
+    FirstSampled,
+    HandoffNames,
+    PrefillOutput,
+    StartPrefill,
+)
 from baton.kvcache import BlockTable
 from baton.tracing.recorder import EventKind
+from baton.worker.decode.draft_pulls import DraftPulls, PulledDrafts
 from baton.worker.decode.request_recording import RequestRecording
 from baton.worker.decode.types import STEP_FAILURES, DecodeRequest, Key
 
@@ -30,6 +39,8 @@ class Handoff(Fetch):
     leader: Sequence
     tokens: int
     """Whose KV the pages hold: all but those sampled there."""
+    drafts: PulledDrafts | None = None
+    """What has come, or is coming, of the drafter's pages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +52,8 @@ class RemotePrefill:
     unfinished: dict[Key, DecodeRequest]
     recording: RequestRecording
     fetches: Fetches[Handoff] = field(init=False)
+    drafts: DraftPulls | None = field(init=False, default=None)
+    """None: no drafter's pages come."""
     given_up: dict[AttemptName, tuple[DecodeRequest, str, float]] = field(default_factory=dict)
     """Hand-offs of unfinished requests that were given up and whose node (its address) has not answered, and
     until when the prompt waits for that."""
@@ -50,6 +63,9 @@ class RemotePrefill:
     def __post_init__(self) -> None:
         silence, pull_seconds = self.config.handoff_seconds, self.config.pull_seconds
         self.fetches = Fetches(self.scheduler.cache, self, silence=silence, pull_seconds=pull_seconds)
+        drafter = self.scheduler.drafts.drafter if self.scheduler.drafts is not None else None
+        if isinstance(drafter, PagedDrafter):
+            self.drafts = DraftPulls(drafter, self.fetches, self.recording.peers, pull_seconds)
 
     def __contains__(self, leader: Sequence) -> bool:
         return leader in self._by_leader
@@ -89,6 +105,8 @@ class RemotePrefill:
             leader=leader,
             tokens=len(leader.tokens),
         )
+        if self.drafts is not None and handoff.wanted and not request.images:
+            handoff.waits = self.drafts.expected_from(address)
         self.fetches.begin(handoff)
         params = replace(request.params, seed=leader.seed)
         if not request.wants_prompt_logprobs:
@@ -113,6 +131,9 @@ class RemotePrefill:
             return
         if isinstance(message, FirstSampled):
             self._first(handoff, message, now)
+        elif isinstance(message, DraftsAnnounced):
+            if self.drafts is not None:
+                self.drafts.announced(handoff, message, now)
         else:
             self.fetches.receive(handoff, message, now)
 
@@ -133,9 +154,16 @@ class RemotePrefill:
         if leader in self:
             self.fetches.advance(handoff, now)
 
+    def tick(self, now: float) -> None:
+        self.fetches.tick(now)
+        if self.drafts is not None:
+            self.drafts.tick(now)
+
     def abandon(self, leader: Sequence) -> None:
         """The scheduler gives the hand-off up: the request has ended, or it is retracted."""
         handoff = self._by_leader.pop(leader, None)
+        if handoff is not None and self.drafts is not None:
+            self.drafts.forget(handoff)
         if handoff is None or not self.fetches.abandon(handoff):
             return
         state = self.unfinished.get(leader.request.key)  # type: ignore[call-overload]
@@ -167,12 +195,16 @@ class RemotePrefill:
 
     def arrived(self, fetch: Handoff) -> None:
         del self._by_leader[fetch.leader]
+        if self.drafts is not None:
+            self.drafts.arrived(fetch)
         self.scheduler.arrive(fetch.leader)
 
     def lost(self, fetch: Handoff, reason: str, message: str, told: float | None) -> None:
         """Requeues the sequence, so that another node is tried. A node that is told while it may still have
         the prompt in a step will answer; the prompt waits for that."""
         del self._by_leader[fetch.leader]
+        if self.drafts is not None:
+            self.drafts.forget(fetch)
         state = self._state(fetch.leader)
         self.recording.add(state, EventKind.RETRIED, text=reason)
         state.handoff_failed(fetch.address, reason, message)

@@ -101,7 +101,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
             )
         except SegmentError as error:
             raise failed_precondition(str(error), "SHARED_MEMORY") from error
-        self._page_source.pages = self._published.pages
+        self._page_source.pools = (self._published.pages,)
         self.pool = EmbeddingPool(rows, self._published.generations, time.monotonic)
         self._contents = ImageContents(tower, EmbeddingCache(0), self.cluster.dial, self.tasks.spawn)
         meter = await asyncio.to_thread(measure_encoding, tower, device)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.config import PrefillConfig
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.plan import Logprobs, StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -34,11 +35,12 @@ from baton.engine.step_stats import StepStats
 from baton.grammar.base import CompiledGrammar, GrammarBusy, GrammarError
 from baton.handoff.lease import Lease, Leases
 from baton.handoff.messages import AttemptName, FirstSampled, PromptSource
-from baton.kvcache import KvCacheManager
+from baton.kvcache import BlockTable, KvCacheManager
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import EventKind, Recorder
 from baton.worker.core import CoreShell, FetchedImages, NoImages
 from baton.worker.hidden_states import last_rows
+from baton.worker.prefill.prompt_drafts import PromptDrafts
 from baton.worker.sources.sharing import CacheSharing, LeaseOutputs, by_holder
 
 
@@ -51,6 +53,11 @@ class Attempt(Lease):
     keep_pages: bool
     ahead: bool
     """Pages are announced before their step has retired."""
+    lends_drafts: bool = False
+    """Its holder wants pages of the drafter, too."""
+    drafts: BlockTable | None = None
+    """These, in the drafter's pool."""
+    ended: bool = False
     first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
 
     @property
@@ -63,6 +70,9 @@ class Attempt(Lease):
         return holding.tables if holding is not None and self.keep_pages else None
 
     def free(self) -> None:
+        self.ended = True
+        if self.drafts is not None and self.core.prompt_drafts is not None:
+            self.core.prompt_drafts.give_back(self.drafts)
         self.core.sharing.borrower.ended(self.request)
         self.core.scheduler.close(self.request)
 
@@ -121,6 +131,9 @@ class PrefillCore:
     config: PrefillConfig
     shell: CoreShell[LeaseOutputs]
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
+    drafter: PagedDrafter | None = None
+    """Of decode nodes."""
+    prompt_drafts: PromptDrafts | None = field(init=False)
     counters: PrefillCounters = field(default_factory=PrefillCounters)
     scheduler: Scheduler = field(init=False)
     leases: Leases[Attempt] = field(init=False)
@@ -134,6 +147,7 @@ class PrefillCore:
 
     def __post_init__(self) -> None:
         limits = replace(self.scheduling, prompt_only=True)
+        self.prompt_drafts = PromptDrafts(self.drafter) if self.drafter is not None else None
         self.scheduler = Scheduler(
             self.cache,
             limits,
@@ -180,8 +194,9 @@ class PrefillCore:
         now: float,
         ahead: bool = False,
         sources: tuple[PromptSource, ...] = (),
+        drafts: bool = False,
     ) -> None:
-        """Raises nothing."""
+        """`drafts`: the holder has this node's drafter. Raises nothing."""
         attempt = Attempt(
             name=name,
             holder=holder,
@@ -191,6 +206,7 @@ class PrefillCore:
             core=self,
             keep_pages=keep_pages,
             ahead=ahead,
+            lends_drafts=drafts and keep_pages and not request.images,
         )
         if not self.leases.begin(attempt, now):
             return
@@ -296,6 +312,8 @@ class PrefillCore:
         self.step_stats.ended(step, now)
         self.scheduler.commit(step, result)
         self._take_events(now)
+        if self.prompt_drafts is not None:
+            self.prompt_drafts.committed(step, result, self._attempt_of)
         for attempt in self._cancelled.ended(step):
             self._answer_cancelled(attempt)
 
@@ -319,6 +337,9 @@ class PrefillCore:
 
     def flush(self, step: int) -> None:
         self._send_outputs(step)
+        if self.prompt_drafts is not None:
+            self.prompt_drafts.compute()
+            self._send_outputs(step)
         self.sharing.flush(self.shell)
         for holder in [h for h in self._closing if not self.holds(h)]:
             self._closing.pop(holder)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.config import PrefillConfig
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.tracing.recorder import Recorder
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.lease_stream import LeaseStream
@@ -24,6 +25,10 @@ class PrefillNode(PrefillShell, WorkerNode[PrefillCore]):
         segment = self.engine.published.segment
         if segment is not None:
             segment.retire(step)
+
+    def make_prompt_drafter(self) -> PagedDrafter | None:
+        loaded = self.engine.drafter
+        return loaded.drafter if loaded is not None and isinstance(loaded.drafter, PagedDrafter) else None
 
     def make_stream(self, incarnation: int) -> LeaseStream:
         return LeaseStream(incarnation)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 
 from baton.config import PrefillConfig
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.request import EngineRequest
 from baton.handoff.messages import AttemptName, FetchEffect
 from baton.kvcache import KvCacheManager
@@ -35,7 +36,11 @@ class PrefillShell(WorkerShell[PrefillCore]):
             policy=self.config.policy,
             full_step=sys.maxsize if self.device == "cpu" else FULL_STEP,
         )
-        return PrefillCore(cache, scheduling, self.config, self, self.recorder)
+        return PrefillCore(cache, scheduling, self.config, self, self.recorder, self.make_prompt_drafter())
+
+    def make_prompt_drafter(self) -> PagedDrafter | None:
+        """None: nothing is computed of prompts for drafters."""
+        return None
 
     def make_stream(self, incarnation: int) -> LeaseStream:
         """For a caller that has connected."""
@@ -64,6 +69,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         layers = layers_from(hello.hidden_layers)
         stream = self.make_stream(hello.incarnation)
         stream.chunk_groups = hello.chunk_groups
+        stream.drafts = self.has_drafts_of(hello)
         if self.device == "cpu":  # no CUDA graph leaves any
             stream.hidden_layers = layers
         self.steps.call(lambda core, now: core.leases.connect(stream, now))
@@ -125,7 +131,11 @@ class PrefillShell(WorkerShell[PrefillCore]):
         request.hidden_layers, request.trace = caller.hidden_layers, trace
         keep = start.keep_pages if start.HasField("keep_pages") else True
         ahead = start.announce_ahead
-        self.steps.call(lambda core, now: core.start(caller, name, request, keep, now, ahead, sources))
+        self.steps.call(
+            lambda core, now: core.start(
+                caller, name, request, keep, now, ahead, sources, drafts=caller.drafts
+            )
+        )
         if params.grammar is not None:
             self.compile_grammar(
                 params.grammar,
@@ -145,7 +155,16 @@ class PrefillShell(WorkerShell[PrefillCore]):
             grammars=self.model_info.grammars,
             images=self.model_info.images,
         )
+        if self.draft_layout is not None:
+            welcome.draft_layout.CopyFrom(self.draft_layout)
+            welcome.draft_endpoints.extend(self.draft_endpoints())
         return [prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=welcome)])]
+
+    def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
+        yield from super().problems(load)
+        drafts = self.core_or_none.prompt_drafts if self.core_or_none is not None else None
+        if drafts is not None and drafts.broken:
+            yield node_pb2.Problem(reason="DRAFTER_FAILED", message=drafts.broken)
 
     def load(self) -> node_pb2.Load:
         load = super().load()

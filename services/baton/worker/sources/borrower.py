@@ -22,6 +22,7 @@ from baton.handoff.messages import (
     AskCached,
     AttemptName,
     ChunkAnnounced,
+    DraftsAnnounced,
     FirstSampled,
     Peer,
     PrefillOutput,
@@ -230,8 +231,9 @@ class Borrower:
             borrowing = self.fetches.of(address, message, now)
             if borrowing is None:
                 continue
-            if isinstance(message, FirstSampled):
-                self.fetches.lose(borrowing, "PROTOCOL", "tokens were sent that nobody asked for", now)
+            if isinstance(message, FirstSampled | DraftsAnnounced):
+                text = "tokens or pages were sent that nobody asked for"
+                self.fetches.lose(borrowing, "PROTOCOL", text, now)
             elif isinstance(message, ChunkAnnounced):
                 self._lent(borrowing, message, now)
             else:

@@ -1,0 +1,42 @@
+"""Drafters with keys and values of their own, which travel with a prompt from the node that computes it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from baton.engine.draft.base import Drafter
+from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
+from baton.engine.request import Sequence as TokenSequence
+from baton.kvcache import BlockTable
+
+
+class PagedDrafter(Drafter):
+    """Its pages hold *entries*: of a model one a token, of a head one a pair (see `heads`)."""
+
+    computes = True
+    slots: DraftKvSlots
+
+    # --- where prompts are computed: `observe`, `fill`, `lend` ---
+
+    @abstractmethod
+    def fill(self, prompts: Sequence[tuple[TokenSequence, int]]) -> None:
+        """Computes what is missing of the first so many tokens of each sequence, as far as there is room.
+        Returns when it is final."""
+
+    @abstractmethod
+    def lend(self, sequence: TokenSequence) -> tuple[BlockTable, int] | None:
+        """Gives away what is kept of the sequence: its pages, which the caller releases, and the number of
+        entries in them. None: there is nothing."""
+
+    # --- where they are decoded: `room`, then `arrived`, or `slots.drop` ---
+
+    @abstractmethod
+    def room(self, sequence: TokenSequence, entries: int, tokens: int) -> DraftKv | None:
+        """Pages for so many entries of the sequence's first `tokens` tokens, the first of which may be there
+        (`found`). None: there is no room."""
+
+    @abstractmethod
+    def arrived(self, sequence: TokenSequence, kv: DraftKv, entries: int, tokens: int) -> None:
+        """`room`'s pages hold the entries of the sequence's first `tokens` tokens. They may be what the
+        sequence goes on from; `kv` may have lost its slot meanwhile."""

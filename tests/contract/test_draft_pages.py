@@ -1,0 +1,160 @@
+"""What a drafter keeps of a prompt crosses the split: real nodes, with pages over both transports."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import pytest
+from test_first_drafts import MADE, MOST, running, save_eagle3
+
+from baton.config import DecodeConfig, PrefillConfig
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import failed_precondition
+from baton.transport import TransportError
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from baton.worker.decode import draft_pulls
+from baton.worker.decode.server import DecodeNode
+from baton.worker.prefill.server import PrefillNode
+
+RNG = random.Random(3)
+LONG = [RNG.randrange(20, 900) for _ in range(150)]
+PROMPTS = [LONG, LONG[:33], LONG[5:69], LONG[9:11]]
+
+
+@asynccontextmanager
+async def asking(decode, prefill=None):
+    """ask(number, prompt) -> its tokens, and the drafts of each decode step. Without `prefill` the node
+    computes it itself."""
+    plans = []
+    launch = decode.engine.runner.launch
+    decode.engine.runner.launch = lambda plan: plans.append(plan.rows) or launch(plan)
+    async with open_channel(decode._address) as channel, asyncio.timeout(120):
+        call = decode_pb2_grpc.DecodeStub(channel).Generate()
+        await call.write(decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=7)))
+
+        async def ask(number, prompt, n=1, tokens=12, namespace="", lost=False):
+            """`lost`: the prefill node is, meanwhile."""
+            sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, seed=1)
+            start = decode_pb2.DecodeStart(
+                request=number,
+                token_ids=prompt,
+                sampling=sampling,
+                n=n,
+                namespace=namespace,
+                prefill=[] if prefill is None else [prefill._address],
+                local_prefill_tokens=4096 if prefill is None else 0,
+            )
+            plans.clear()
+            await call.write(decode_pb2.GenerateCommand(start=start))
+            found, stats = [[] for _ in range(n)], None
+            while stats is None:
+                message = await call.read()
+                for delta in message.tokens:
+                    found[delta.choice] += delta.token_ids
+                for event in message.events:
+                    assert event.WhichOneof("kind") != "failed", event
+                    stats = event.finished.stats if event.WhichOneof("kind") == "finished" else stats
+            assert lost or bool(stats.prefill_address) == (prefill is not None)
+            return found, [[row.drafts for row in rows] for rows in plans if rows and rows[0].tokens is None]
+
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory):
+    return {"eagle3": save_eagle3(tmp_path_factory.mktemp("heads") / "eagle3"), "model": "demo"}
+
+
+def nodes(draft, prefill_draft, transports=("shm",)):
+    made = {**MADE, "transports": transports}
+    prefill = PrefillNode(PrefillConfig(**made, draft=prefill_draft, token_budget=64))
+    return prefill, DecodeNode(DecodeConfig(**made, draft=draft, draft_tokens=MOST))
+
+
+async def answers(decode, prefill, prompts=PROMPTS, **options):
+    async with asking(decode, prefill) as ask:
+        return [await ask(number, prompt, **options) for number, prompt in enumerate(prompts, 1)]
+
+
+@pytest.mark.parametrize(("kind", "transports"), [("eagle3", ("shm",)), ("model", ("grpc",))])
+async def test_drafts_are_those_of_one_node(drafts, monkeypatch, kind, transports):
+    """From the first step on, behind prompts of several chunks; and with pages that are here already."""
+    monkeypatch.setattr(draft_pulls, "WAIT_SECONDS", 20.0)
+    prefill, decode = nodes(drafts[kind], drafts[kind], transports)
+    async with running(prefill), running(decode):
+        alone = await answers(decode, None, namespace="alone")
+        assert await answers(decode, prefill) == alone
+        # Of the second prompt, with which the first begins, whole pages were here.
+        assert decode.core_or_none.handoffs.drafts.pulled_pages == 10 + 1 + 4 + 1 - (kind == "eagle3")
+        (found,) = await answers(decode, prefill, [[*LONG[:100], 7]], n=2)
+        assert found[0][0] == found[0][1] and all(found[1][0])
+        await asyncio.to_thread(prefill.check_idle)
+        await asyncio.to_thread(decode.check_idle)
+        assert not leased(prefill)
+
+
+async def test_without_these_pages_texts_are_the_same(drafts, monkeypatch):
+    """They fail to come, come late or damaged, their node is lost meanwhile, or has another drafter."""
+    prefill, decode = nodes(drafts["eagle3"], drafts["eagle3"])
+    async with running(prefill), running(decode), asking(decode, prefill) as ask:
+        async with asking(decode) as ask_alone:
+            ((expected,), steps) = await ask_alone(1, LONG, namespace="alone")
+        await ask(1, PROMPTS[1])
+        pulls = decode.core_or_none.handoffs.drafts
+        (peer,) = decode.peers._peers.values()
+        receiver = peer.draft_receiver
+        pull, known = receiver.pull, pulls.pulled_pages
+        namespaces = iter(range(100))
+
+        async def failing(*arguments):
+            raise TransportError("no")
+
+        async def slow(*arguments):
+            await asyncio.sleep(1.0)
+            await pull(*arguments)
+
+        async def lost(*arguments):
+            peer.link.reset(failed_precondition("lost", "TEST"))
+            await asyncio.sleep(0.2)
+            raise TransportError("lost")
+
+        async def asked(number, wait=20.0, lost=False):
+            monkeypatch.setattr(draft_pulls, "WAIT_SECONDS", wait)
+            # Nothing of it is known to any node.
+            found, steps = await ask(number, LONG, namespace=str(next(namespaces)), lost=lost)
+            assert found == [expected]
+            await asyncio.to_thread(decode.check_idle)
+            for _ in range(400):
+                if leased(prefill):
+                    await asyncio.sleep(0.05)
+            assert not leased(prefill)
+            return steps[0]
+
+        assert await asked(2) == steps[0] and pulls.pulled_pages == known + 10
+        monkeypatch.setattr(receiver, "pull", failing)
+        assert await asked(3)
+        monkeypatch.setattr(receiver, "pull", slow)
+        assert await asked(4, wait=0.0)
+        monkeypatch.setattr(receiver, "pull", pull)
+        monkeypatch.setattr(receiver, "generations", lambda pages: [7 for _ in pages])
+        assert await asked(5)
+        monkeypatch.setattr(receiver, "pull", lost)
+        await asked(6, lost=True)
+        assert pulls.pulled_pages == known + 10
+        assert not pulls.pulls.running
+    other, decode = nodes(drafts["eagle3"], "demo")[0], nodes(drafts["eagle3"], "off")[1]
+    async with running(other), running(decode):
+        ((found, steps),) = await answers(decode, other, [LONG])
+        assert found == [expected] and steps[0]
+        assert not decode.core_or_none.handoffs.drafts.pulled_pages
+
+
+def leased(prefill):
+    """What is lent of the drafter's pages, and what waits to be freed."""
+    cache = prefill.core_or_none.drafter.slots.cache
+    kept = {id(kv.holding) for kv in prefill.core_or_none.drafter.slots._kept}
+    return [holding for holding in cache._holdings if id(holding) not in kept] + [cache.pending] * bool(
+        cache.pending
+    )
