@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from test_first_drafts import MADE, MOST, running, save_eagle3
+from test_roles import running as process_of
+from test_roles import set_role
 
 from baton.config import DecodeConfig, PrefillConfig
 from baton.rpc.channel import open_channel
@@ -15,6 +17,7 @@ from baton.rpc.errors import failed_precondition
 from baton.transport import TransportError
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker.decode import draft_pulls
+from baton.worker.decode.remote_prefill import RemotePrefill
 from baton.worker.decode.server import DecodeNode
 from baton.worker.prefill.server import PrefillNode
 
@@ -115,6 +118,9 @@ async def test_without_these_pages_texts_are_the_same(drafts, monkeypatch):
             await asyncio.sleep(1.0)
             await pull(*arguments)
 
+        def broken(prompts):
+            raise RuntimeError("no")
+
         async def lost(*arguments):
             peer.link.reset(failed_precondition("lost", "TEST"))
             await asyncio.sleep(0.2)
@@ -140,9 +146,21 @@ async def test_without_these_pages_texts_are_the_same(drafts, monkeypatch):
         monkeypatch.setattr(receiver, "pull", pull)
         monkeypatch.setattr(receiver, "generations", lambda pages: [7 for _ in pages])
         assert await asked(5)
+        arrive, seen = RemotePrefill.arrived, []
+        monkeypatch.setattr(RemotePrefill, "arrived", lambda *own: seen.append(own[1].seen) or arrive(*own))
+        assert await asked(6) and seen == [True]
+        # Over gRPC nobody sees them: then the answer to the release says whether the pages were good.
+        monkeypatch.setattr(receiver, "generations", lambda pages: None)
+        assert await asked(7) == steps[0] and seen == [True, False]
+        assert pulls.pulled_pages == known + 20
+        drafter = prefill.core_or_none.prompt_drafts._drafter
+        monkeypatch.setattr(drafter, "fill", broken)
+        assert await asked(8) and await asked(9)
+        assert "DRAFTER_FAILED" in [each.reason for each in prefill.load().problems]
+        assert len(drafter._waiting) <= 1, "nothing gathers for it any more"
         monkeypatch.setattr(receiver, "pull", lost)
-        await asked(6, lost=True)
-        assert pulls.pulled_pages == known + 10
+        await asked(10, lost=True)
+        assert pulls.pulled_pages == known + 20
         assert not pulls.pulls.running
     other, decode = nodes(drafts["eagle3"], "demo")[0], nodes(drafts["eagle3"], "off")[1]
     async with running(other), running(decode):
@@ -151,10 +169,37 @@ async def test_without_these_pages_texts_are_the_same(drafts, monkeypatch):
         assert not decode.core_or_none.handoffs.drafts.pulled_pages
 
 
+async def test_a_drafter_stays_when_its_node_changes_its_role(drafts, monkeypatch):
+    """A node that began as a prefill node drafts nothing, and asks for no such pages; one that began as a
+    decode node lends them; back in its role each does as before."""
+    monkeypatch.setattr(draft_pulls, "WAIT_SECONDS", 20.0)
+    first, second = nodes(drafts["eagle3"], drafts["eagle3"])
+    async with process_of(first) as one, process_of(second) as two:
+        (expected,) = await answers(two.node, one.node, [LONG], namespace="before")
+        pulls = two.node.core_or_none.handoffs.drafts
+        assert pulls.pulled_pages == 10 and expected[1][0]
+        await set_role(one, "decode")
+        await set_role(two, "prefill")
+        assert one.node.draft_layout is None
+        (found,) = await answers(one.node, two.node, [LONG], namespace="swapped")
+        assert found[0] == expected[0] and not any(map(any, found[1]))
+        assert not two.node.core_or_none.prompt_drafts._due
+        async with running(nodes(drafts["eagle3"], "off")[1]) as third:
+            assert await answers(third, two.node, [LONG], namespace="lent") == [expected]
+            assert third.core_or_none.handoffs.drafts.pulled_pages == 10
+        await set_role(one, "prefill")
+        await set_role(two, "decode")
+        assert await answers(two.node, one.node, [LONG], namespace="after") == [expected]
+        assert two.node.core_or_none.handoffs.drafts.pulled_pages == 10
+        for process in (one, two):
+            await asyncio.to_thread(process.node.check_idle)
+        assert not leased(one.node)
+
+
 def leased(prefill):
     """What is lent of the drafter's pages, and what waits to be freed."""
-    cache = prefill.core_or_none.drafter.slots.cache
-    kept = {id(kv.holding) for kv in prefill.core_or_none.drafter.slots._kept}
+    cache = prefill.core_or_none.prompt_drafts._drafter.slots.cache
+    kept = {id(kv.holding) for kv in prefill.core_or_none.prompt_drafts._drafter.slots._kept}
     return [holding for holding in cache._holdings if id(holding) not in kept] + [cache.pending] * bool(
         cache.pending
     )

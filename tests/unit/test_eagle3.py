@@ -219,6 +219,27 @@ def test_a_cached_prefix_is_found_again(plain_head, checkpoint, pages):
     drafter.slots.check()
 
 
+def test_prompts_share_what_room_there_is(plain_head):
+    """Those that find none are lent as far as they got, or not at all; the next are lent whole."""
+    drafter = drafter_of(plain_head, pages=9, slots=4)
+    requests = [EngineRequest(key, tuple(prompts_of(100, seed=key)[0]), SamplingParams()) for key in range(3)]
+    sequences = [request.sequences[0] for request in requests]
+    for half in (50, 100):
+        for sequence in sequences[:2]:
+            drafter.observe(sequence, half - 50, torch.randn(50, drafter._head.values))
+        drafter.fill([(sequence, half) for sequence in sequences[:2]])
+    lent = [drafter.lend(sequence) for sequence in sequences[:2]]
+    assert lent[0][1] == 99 and (lent[1] is None or lent[1][1] < 99)
+    for holding, _ in filter(None, lent):
+        drafter.slots.cache.release(holding, 0)
+    drafter.observe(sequences[2], 0, torch.randn(100, drafter._head.values))
+    drafter.fill([(sequences[2], 100)])
+    holding, entries = drafter.lend(sequences[2])
+    assert entries == 99 and len(holding) == 7
+    drafter.slots.cache.release(holding, 0)
+    drafter.slots.check()
+
+
 @pytest.mark.thorough
 def test_a_trained_head_is_right(tmp_path):
     """A model whose next token follows from the last one alone, and a head that has learned from its outputs

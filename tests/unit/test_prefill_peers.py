@@ -132,6 +132,7 @@ async def test_a_pool_that_opens_after_its_owner_has_restarted_is_closed():
     await asyncio.sleep(0.01)
     assert [peer.incarnation for peer in peers.describe()] == [4] and peers.usable == {"p0"}
     link.peer.lost(unavailable("it ended again", "PEER_LOST"))
+    assert link.peer.receiver is None, "at once: the next may open before this one is closed"
     await asyncio.sleep(0.01)
     assert new.closed and not peers.usable
     await peers.close()

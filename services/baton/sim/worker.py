@@ -201,12 +201,14 @@ class Worker(SimProcess, WorkerShell[C]):
     ) -> None:
         done(SimGrammar())
 
-    def endpoints(self) -> list[common_pb2.Endpoint]:
+    def endpoints(self, pool: int = 0) -> list[common_pb2.Endpoint]:
         if "shm" in self.config.transports:
             return [common_pb2.Endpoint(shm=common_pb2.ShmEndpoint(path=self.who))]
         return [common_pb2.Endpoint(grpc=common_pb2.GrpcEndpoint())]
 
-    async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> SimReceiver:
+    async def open_receiver(
+        self, endpoints: Sequence[common_pb2.Endpoint], address: str, pool: int = 0
+    ) -> SimReceiver:
         await sleep(self.world, self.loop, self.world.rng(f"open {self.name}").uniform(0.0, 0.02))
         path = endpoints[0].shm.path
         return SimReceiver(self, address, self.network.segments[path] if path else None)

@@ -103,7 +103,7 @@ class SizingNode(WorkerShell[C]):
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Task:
         return Task(self.world, self.actor, work)
 
-    def endpoints(self) -> list[common_pb2.Endpoint]:
+    def endpoints(self, pool: int = 0) -> list[common_pb2.Endpoint]:
         return []
 
     def cache_updates(self, known: int | None) -> Iterator[cache_pb2.CacheUpdate]:
@@ -252,5 +252,7 @@ class SizingDecode(DecodeShell, SizingNode[DecodeCore]):
         hop, server = self.profile.host.hop, self._prefill[address]
         return DirectLink(self.world, self.actor, server, hop, peer.hello, peer.received, peer.welcomed)
 
-    async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> VirtualReceiver:
+    async def open_receiver(
+        self, endpoints: Sequence[common_pb2.Endpoint], address: str, pool: int = 0
+    ) -> VirtualReceiver:
         return VirtualReceiver(self, self._prefill[address])

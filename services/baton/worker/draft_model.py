@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import MutableSequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,9 @@ from baton.models.loader import cache_specs, fingerprint
 from baton.models.medusa import is_medusa, load_medusa
 from baton.models.mtp import MtpHead, check_mtp, load_mtp
 from baton.rpc.address import new_incarnation
-from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
-from baton.transport import Receiver, SegmentError, open_receiver
+from baton.transport import SegmentError
 from baton.v1 import common_pb2
 from baton.worker.model import attention_of, kv_layout, layout_message, load, model_fingerprint
 from baton.worker.pool import PublishedPool, make_pool
@@ -92,22 +91,6 @@ class LoadedDrafter:
     """Its pages, where others see them; None: no others do."""
     layout: common_pb2.Layout | None = None
     """Of these."""
-
-    def endpoints(self) -> list[common_pb2.Endpoint]:
-        """As Engine.endpoints."""
-        endpoints = self.published.endpoints() if self.published is not None else []
-        for endpoint in endpoints:
-            if endpoint.HasField("grpc"):
-                endpoint.grpc.pool = 1
-        return endpoints
-
-    async def open_receiver(
-        self, endpoints: Sequence[common_pb2.Endpoint], address: str, busy: Callable[[], bool], dial: Dial
-    ) -> Receiver:
-        """As Engine.open_receiver, where there are published pages. Raises TransportError."""
-        assert self.published is not None
-        local, kinds = self.published.pages, self.published.kinds
-        return (await open_receiver(endpoints, local, kinds, address, busy, dial)).receiver
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,15 +138,28 @@ class Engine:
         if self.drafter is not None and isinstance(self.drafter.drafter, PagedDrafter):
             self.drafter.drafter.slots.check()
 
-    def endpoints(self) -> list[common_pb2.Endpoint]:
-        """The `grpc` endpoint has no address: pages are served where Prefill is."""
-        return self.published.endpoints()
+    def endpoints(self, pool: int = 0) -> list[common_pb2.Endpoint]:
+        """`pool`: as FetchRequest.pool. The `grpc` endpoint has no address: pages are served where Prefill
+        is."""
+        endpoints = self._published[pool].endpoints()
+        for endpoint in endpoints:
+            if endpoint.HasField("grpc"):
+                endpoint.grpc.pool = pool
+        return endpoints
 
     async def open_receiver(
-        self, endpoints: list[common_pb2.Endpoint], address: str, busy: Callable[[], bool], dial: Dial
+        self,
+        endpoints: list[common_pb2.Endpoint],
+        address: str,
+        busy: Callable[[], bool],
+        dial: Dial,
+        pool: int = 0,
     ) -> Opened:
-        """`busy`: whether steps are running; called in other threads. Raises TransportError."""
-        return await open_receiver(endpoints, self.pages, self.kinds, address, busy, dial)
+        """`busy`: whether steps are running; called in other threads. `pool`: into which of the pools here.
+        Raises TransportError."""
+        own = self._published[pool]
+        kinds = own.kinds if pool else self.kinds
+        return await open_receiver(endpoints, own.pages, kinds, address, busy, dial)
 
     def abandon(self) -> None:
         """The process ends, whatever is running."""

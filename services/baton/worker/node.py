@@ -108,9 +108,7 @@ class WorkerNode(WorkerShell[C]):
         if self.config.kv_events:
             check_kv_events(self.config)
             self._kv_events = KvEventPublisher(self.config)
-        engine = self.engine = await asyncio.to_thread(
-            build_engine, self.config, self.incarnation, self._stopping
-        )
+        engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self._stopping)
         try:
             calibration = CostCalibration(await asyncio.to_thread(measure_steps, engine))
         except BatonError:
@@ -139,9 +137,8 @@ class WorkerNode(WorkerShell[C]):
         """Starts the step thread. `before`: the one that the engine had, which has ended."""
         self.loop = asyncio.get_running_loop()
         self._address, self.engine, self.model_info = address, engine, engine.model_info
-        self.device = engine.device.type
-        self.layout, self.page_bytes = engine.layout, engine.pages.page_bytes
-        self.draft_layout = engine.drafter.layout if engine.drafter is not None else None
+        self.device, self.layout, self.page_bytes = engine.device.type, engine.layout, engine.pages.page_bytes
+        self.draft_layout = engine.drafter.layout if engine.drafter and self.config.draft_model else None
         core = self.core_or_none = self.make_core(engine.cache)
         if before is not None:  # receivers wait for a step that is at least the announced one
             core.scheduler.step_number = before.core.scheduler.step_number
@@ -297,23 +294,17 @@ class WorkerNode(WorkerShell[C]):
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
         return self.tasks.spawn(work, name)
 
-    def endpoints(self) -> list[common_pb2.Endpoint]:
-        return self.engine.endpoints()
+    def endpoints(self, pool: int = 0) -> list[common_pb2.Endpoint]:
+        return self.engine.endpoints(pool)
 
-    async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
-        opened = await self.engine.open_receiver(list(endpoints), address, self._busy, self.cluster.dial)
-        _log.info("pool of a peer opened", address=address, transport=opened.reason)
+    async def open_receiver(
+        self, endpoints: Sequence[common_pb2.Endpoint], address: str, pool: int = 0
+    ) -> Receiver:
+        opened = await self.engine.open_receiver(
+            list(endpoints), address, lambda: self._load.running > 0, self.cluster.dial, pool
+        )
+        _log.info("pool of a peer opened", address=address, pool=pool, transport=opened.reason)
         return opened.receiver
-
-    def draft_endpoints(self) -> list[common_pb2.Endpoint]:
-        return self.engine.drafter.endpoints() if self.engine.drafter is not None else []
-
-    async def open_draft_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
-        assert self.engine.drafter is not None, "peers have agreed"
-        return await self.engine.drafter.open_receiver(endpoints, address, self._busy, self.cluster.dial)
-
-    def _busy(self) -> bool:
-        return self._load.running > 0
 
     def compile_grammar(
         self, spec: GrammarSpec, done: Callable[[CompiledGrammar | GrammarError], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -271,7 +271,7 @@ class PagePeer:
         if not self._node.has_drafts_of(welcome):
             return None
         try:
-            return await self._node.open_draft_receiver(list(welcome.draft_endpoints), self.address)
+            return await self._node.open_receiver(list(welcome.draft_endpoints), self.address, pool=1)
         except TransportError as error:
             _log.warning("pages of drafts do not come here", address=self.address, error=str(error))
             return None
@@ -311,10 +311,11 @@ class PagePeer:
         self._session += 1
         await self._leave_pools()
 
-    async def _leave_pools(self) -> None:
+    def _leave_pools(self) -> Coroutine[Any, Any, None]:
+        """They are left at once, and closed when this is awaited."""
         receivers = self.receiver, self.draft_receiver
         self.receiver = self.draft_receiver = None
-        await _close(*receivers)
+        return _close(*receivers)
 
 
 async def _close(*receivers: Receiver | None) -> None:

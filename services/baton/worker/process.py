@@ -61,7 +61,7 @@ def config_of(engine: WorkerConfig, role: WorkerConfig) -> WorkerConfig:
     node that began as a decode node verifies drafts."""
     values = {field.name: getattr(role, field.name) for field in fields(role)}
     values |= {field.name: getattr(engine, field.name) for field in fields(WorkerConfig)}
-    if "draft" in values and not engine.most_drafts:
+    if isinstance(role, DecodeConfig) and not engine.most_drafts:
         values["draft"] = "off"
     return type(role)(**values)
 

@@ -83,20 +83,14 @@ class WorkerShell(Generic[C]):
         """Runs the coroutine on the event loop; returns its task, which can be cancelled."""
         raise NotImplementedError
 
-    def endpoints(self) -> list[common_pb2.Endpoint]:
-        """Where peers can open this node's pool."""
+    def endpoints(self, pool: int = 0) -> list[common_pb2.Endpoint]:
+        """Where peers can open this node's pool. `pool`: as FetchRequest.pool."""
         raise NotImplementedError
 
-    async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
-        """Opens a peer's pool. Raises TransportError."""
-        raise NotImplementedError
-
-    def draft_endpoints(self) -> list[common_pb2.Endpoint]:
-        """As `endpoints`, of the drafter's pool."""
-        raise NotImplementedError
-
-    async def open_draft_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
-        """As `open_receiver`, of the drafter's pool."""
+    async def open_receiver(
+        self, endpoints: Sequence[common_pb2.Endpoint], address: str, pool: int = 0
+    ) -> Receiver:
+        """Opens a peer's pool, of pages for the one here of this number. Raises TransportError."""
         raise NotImplementedError
 
     def has_drafts_of(self, peer: prefill_pb2.PrefillHello | prefill_pb2.PrefillWelcome) -> bool:

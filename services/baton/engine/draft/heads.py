@@ -183,7 +183,9 @@ class HeadDrafter(PagedDrafter):
             budget, works = self._budget, []
             for sequence, count in prompts:
                 state = sequence.drafting
-                if isinstance(state, HeadState) and (state.lost or state.waiting[0][0] < count - 1):
+                if not isinstance(state, HeadState) or not state.waiting:
+                    continue
+                if state.lost or state.waiting[0][0] < count - 1:
                     work = self._work(state, 0, budget, count) if budget else None
                     if work is not None and work.positions:
                         works.append(work)

@@ -82,6 +82,7 @@ class DraftPulls:
         drafts.pull = None
         if error is None and generations in (None, list(pull.generations)):
             self.pulled_pages += len(pull.targets)
+            handoff.seen = handoff.seen and generations is not None
         else:
             self._drop(handoff)
         self._go_on(handoff, now)

@@ -13,11 +13,10 @@ Pages are announced once the step that writes them has retired; to holders that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.config import PrefillConfig
-from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.plan import Logprobs, StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -40,6 +39,7 @@ from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import EventKind, Recorder
 from baton.worker.core import CoreShell, FetchedImages, NoImages
 from baton.worker.hidden_states import last_rows
+from baton.worker.prefill.cancelled import CancelledInFlight
 from baton.worker.prefill.prompt_drafts import PromptDrafts
 from baton.worker.sources.sharing import CacheSharing, LeaseOutputs, by_holder
 
@@ -57,7 +57,6 @@ class Attempt(Lease):
     """Its holder wants pages of the drafter, too."""
     drafts: BlockTable | None = None
     """These, in the drafter's pool."""
-    ended: bool = False
     first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
 
     @property
@@ -70,9 +69,8 @@ class Attempt(Lease):
         return holding.tables if holding is not None and self.keep_pages else None
 
     def free(self) -> None:
-        self.ended = True
-        if self.drafts is not None and self.core.prompt_drafts is not None:
-            self.core.prompt_drafts.give_back(self.drafts)
+        if self.core.prompt_drafts is not None:
+            self.core.prompt_drafts.ended(self)
         self.core.sharing.borrower.ended(self.request)
         self.core.scheduler.close(self.request)
 
@@ -84,44 +82,6 @@ class PrefillCounters:
     output_tokens: int = 0
 
 
-class CancelledInFlight(list[Attempt]):
-    """Attempts that were cancelled while a step with them was in flight: the answer waits for the step. If it
-    fails, the holder must know that the prompt was in it, or would try one that ends nodes at one more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._steps: list[Step] = []
-
-    def launched(self, step: Step) -> None:
-        self._steps.append(step)
-
-    def ended(self, step: Step, failed: bool = False) -> Iterator[Attempt]:
-        """Attempts that can be answered now: if `step` has failed, those that were in it, else those that
-        no step in flight has any more."""
-        self._steps.remove(step)
-        for each in list(self):
-            if _contains(step, each.request) if failed else not self._in_flight(each):
-                self.remove(each)
-                yield each
-
-    def hold(self, attempt: Attempt) -> bool:
-        """Whether a step with it is in flight; then it is kept until that has ended."""
-        if self._in_flight(attempt):
-            self.append(attempt)
-            return True
-        return False
-
-    def forget(self, holder: Hashable) -> None:
-        self[:] = [each for each in self if each.holder != holder]
-
-    def _in_flight(self, attempt: Attempt) -> bool:
-        return any(_contains(step, attempt.request) for step in self._steps)
-
-
-def _contains(step: Step, request: EngineRequest) -> bool:
-    return any(record.sequence.request is request for record in step.records)
-
-
 @dataclass(slots=True, eq=False)
 class PrefillCore:
     """Driven by a step loop."""
@@ -131,9 +91,7 @@ class PrefillCore:
     config: PrefillConfig
     shell: CoreShell[LeaseOutputs]
     recorder: Recorder = field(default_factory=lambda: Recorder(0))
-    drafter: PagedDrafter | None = None
-    """Of decode nodes."""
-    prompt_drafts: PromptDrafts | None = field(init=False)
+    prompt_drafts: PromptDrafts | None = None
     counters: PrefillCounters = field(default_factory=PrefillCounters)
     scheduler: Scheduler = field(init=False)
     leases: Leases[Attempt] = field(init=False)
@@ -147,7 +105,6 @@ class PrefillCore:
 
     def __post_init__(self) -> None:
         limits = replace(self.scheduling, prompt_only=True)
-        self.prompt_drafts = PromptDrafts(self.drafter) if self.drafter is not None else None
         self.scheduler = Scheduler(
             self.cache,
             limits,

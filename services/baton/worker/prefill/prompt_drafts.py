@@ -10,7 +10,6 @@ from baton.engine.plan import StepResult
 from baton.engine.request import EngineRequest
 from baton.engine.step_builder import Step
 from baton.handoff.messages import DraftsAnnounced, GroupPages
-from baton.kvcache import BlockTable
 
 if TYPE_CHECKING:
     from baton.worker.prefill.core import Attempt
@@ -35,12 +34,12 @@ class PromptDrafts:
             if attempt is None or not attempt.lends_drafts:
                 continue
             self._due[attempt] = None
-            if row.hidden is not None:
+            if row.hidden is not None and not self.broken:
                 self._drafter.observe(record.sequence, record.end - len(row.hidden), row.hidden)
 
     def compute(self) -> None:
         """Waits for the device. To be called when what has been said of the step is on its way."""
-        due, self._due = [each for each in self._due if not each.ended], {}
+        due, self._due = list(self._due), {}
         try:
             if not self.broken:
                 leaders = [each.request.sequences[0] for each in due]
@@ -62,5 +61,7 @@ class PromptDrafts:
             groups = tuple(GroupPages(0, table, tuple(map(cache.generation, table))) for table in tables)
         attempt.core.leases.outputs.append((attempt.holder, DraftsAnnounced(attempt.name, groups, entries)))
 
-    def give_back(self, lent: BlockTable) -> None:
-        self._drafter.slots.cache.release(lent, 0)
+    def ended(self, attempt: Attempt) -> None:
+        self._due.pop(attempt, None)
+        if attempt.drafts is not None:
+            self._drafter.slots.cache.release(attempt.drafts, 0)

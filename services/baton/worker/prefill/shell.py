@@ -19,6 +19,7 @@ from baton.worker.convert import check_start, layout_difference, name_from, requ
 from baton.worker.hidden_states import layers_from
 from baton.worker.lease_stream import LeaseStream, events_of
 from baton.worker.prefill.core import PrefillCore
+from baton.worker.prefill.prompt_drafts import PromptDrafts
 from baton.worker.shell import WorkerShell
 from baton.worker.sources.sharing import LeaseOutputs
 
@@ -36,7 +37,9 @@ class PrefillShell(WorkerShell[PrefillCore]):
             policy=self.config.policy,
             full_step=sys.maxsize if self.device == "cpu" else FULL_STEP,
         )
-        return PrefillCore(cache, scheduling, self.config, self, self.recorder, self.make_prompt_drafter())
+        drafter = self.make_prompt_drafter()
+        drafts = PromptDrafts(drafter) if drafter is not None else None
+        return PrefillCore(cache, scheduling, self.config, self, self.recorder, drafts)
 
     def make_prompt_drafter(self) -> PagedDrafter | None:
         """None: nothing is computed of prompts for drafters."""
@@ -157,7 +160,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         )
         if self.draft_layout is not None:
             welcome.draft_layout.CopyFrom(self.draft_layout)
-            welcome.draft_endpoints.extend(self.draft_endpoints())
+            welcome.draft_endpoints.extend(self.endpoints(pool=1))
         return [prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=welcome)])]
 
     def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
