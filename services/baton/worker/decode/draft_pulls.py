@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from baton.worker.decode.remote_prefill import Handoff
 
 WAIT_SECONDS = 0.2
-"""How long a prompt whose own pages have come waits for those of the drafter."""
+"""How long a prompt whose own pages have come waits for those of the drafter; an idle node sees a
+tick later that it is over."""
 
 
 @dataclass(slots=True, eq=False)
