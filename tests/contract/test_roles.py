@@ -265,5 +265,8 @@ def test_the_configuration_of_the_other_role():
     drafting = DecodeConfig(**MADE, draft="suffix", prefill=("a:1",))
     assert config_of(drafting, drafting) == drafting
     assert config_of(drafting, PrefillConfig(lease_grace_seconds=3)) == PrefillConfig(
-        **MADE, lease_grace_seconds=3
+        **MADE, lease_grace_seconds=3, draft="suffix"
     )
+    filling = PrefillConfig(**MADE, draft="mtp")
+    assert config_of(filling, PrefillConfig()) == filling, "also when it comes back to its first role"
+    assert config_of(filling, DecodeConfig()).draft == "off"
