@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import asynccontextmanager
+import time
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from test_first_drafts import MADE, MOST, running, save_eagle3
@@ -12,8 +13,9 @@ from test_roles import running as process_of
 from test_roles import set_role
 
 from baton.config import DecodeConfig, PrefillConfig
+from baton.engine import step_loop
 from baton.rpc.channel import open_channel
-from baton.rpc.errors import failed_precondition
+from baton.rpc.errors import BatonError, failed_precondition
 from baton.transport import TransportError
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from baton.worker.decode import draft_pulls
@@ -115,7 +117,7 @@ async def test_without_these_pages_texts_are_the_same(drafts, monkeypatch):
             raise TransportError("no")
 
         async def slow(*arguments):
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(5.0)
             await pull(*arguments)
 
         def broken(prompts):
@@ -142,8 +144,11 @@ async def test_without_these_pages_texts_are_the_same(drafts, monkeypatch):
         monkeypatch.setattr(receiver, "pull", failing)
         assert await asked(3)
         monkeypatch.setattr(receiver, "pull", slow)
-        assert await asked(4, wait=0.0)
-        monkeypatch.setattr(receiver, "pull", pull)
+        monkeypatch.setattr(step_loop, "TICK_SECONDS", 5.0)
+        began = time.monotonic()
+        assert await asked(4, wait=0.5)
+        assert time.monotonic() - began < 3.0, "an idle node notices"
+        monkeypatch.undo()
         monkeypatch.setattr(receiver, "generations", lambda pages: [7 for _ in pages])
         assert await asked(5)
         arrive, seen = RemotePrefill.arrived, []
@@ -194,6 +199,41 @@ async def test_a_drafter_stays_when_its_node_changes_its_role(drafts, monkeypatc
         for process in (one, two):
             await asyncio.to_thread(process.node.check_idle)
         assert not leased(one.node)
+
+
+async def test_a_role_waits_for_copies_of_drafts(drafts, monkeypatch):
+    """Nobody else would hear of their end, and give their pages back."""
+    monkeypatch.setattr(draft_pulls, "WAIT_SECONDS", 2.0)
+    monkeypatch.setattr("baton.worker.process.QUIET_SECONDS", 0.2)
+    first, second = nodes(drafts["eagle3"], drafts["eagle3"])
+    async with running(first), process_of(second) as process, asking(second, first) as ask:
+        await ask(1, PROMPTS[1])
+        (peer,) = second.peers._peers.values()
+        ends = asyncio.Event()
+
+        async def hangs(*arguments):
+            while not ends.is_set():
+                with suppress(asyncio.CancelledError):
+                    await ends.wait()
+            raise TransportError("it took too long")
+
+        monkeypatch.setattr(peer.draft_receiver, "pull", hangs)
+        assert await ask(2, LONG)
+        assert second.core_or_none.handoffs.drafts.pulls.running
+        asyncio.get_running_loop().call_later(20.0, ends.set)
+        with pytest.raises(BatonError, match="stays a decode node"):
+            await set_role(process, "prefill")
+        ends.set()
+        await set_role(process, "prefill")
+        assert not second.engine.drafter.cache.pending
+
+
+async def test_a_drafter_that_failed_is_sent_nothing(drafts):
+    first, second = nodes(drafts["eagle3"], drafts["eagle3"])
+    async with running(first), running(second), asking(second, first) as ask:
+        second.core_or_none.scheduler.drafts.broken = "it failed"
+        assert await ask(1, LONG)
+        assert not second.core_or_none.handoffs.drafts.pulls.begun
 
 
 def leased(prefill):

@@ -20,6 +20,8 @@ REST_SECONDS = 5e-4
 launching the next one keep the interpreter for milliseconds; the step's messages leave before."""
 REST_SHARE = 0.25
 """Upper limit of the rest, as a fraction of the time waited: short steps leave no time."""
+EXPECT_SECONDS = 0.05
+"""An idle loop that expects a step checks them this often."""
 WARM_SECONDS = 2e-3
 """While pages are expected, the loop runs a warm-up this often. After a pause of 10 ms or more a launch
 takes the host two to five times as long, because its caches are cold."""
@@ -274,8 +276,10 @@ class StepLoop(Generic[C]):
         if self._spare is not None and self._clock() - self._worked >= TICK_SECONDS:
             self._spare(lambda: bool(self._pipeline.inbox) or self._stopping)
             self._worked = self._clock()
-        elif self._warm is None or not self._pipeline.core.expecting:
+        elif not self._pipeline.core.expecting:
             self._wake.wait(TICK_SECONDS)
+        elif self._warm is None:
+            self._wake.wait(EXPECT_SECONDS)
         elif not self._wake.wait(WARM_SECONDS):
             try:
                 self._warm()

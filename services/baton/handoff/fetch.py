@@ -155,7 +155,8 @@ class Fetches(Generic[F]):
     @property
     def expecting(self) -> bool:
         """Whether the last pages of a fetch are under way."""
-        return any(fetch.announced_all and fetch.pull is not None for fetch in self.running.values())
+        running = self.running.values()
+        return any(each.complete or (each.announced_all and each.pull is not None) for each in running)
 
     def begin(self, fetch: F) -> None:
         """The owner asks the other worker under the fetch's name."""

@@ -16,7 +16,9 @@ from baton.engine.draft.base import Drafter
 from baton.engine.draft.heads import HeadDrafter
 from baton.engine.draft.medusa import MedusaDrafter
 from baton.engine.draft.model import ModelDrafter
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.plan import Runner
+from baton.kvcache import KvCacheManager
 from baton.kvcache.kv_pool import PagePool, PoolLayout, default_page_size
 from baton.layers.cache_spec import State
 from baton.model_path import resolve
@@ -91,6 +93,11 @@ class LoadedDrafter:
     """Its pages, where others see them; None: no others do."""
     layout: common_pb2.Layout | None = None
     """Of these."""
+
+    @property
+    def cache(self) -> KvCacheManager | None:
+        """Of its pages, if it has any."""
+        return self.drafter.slots.cache if isinstance(self.drafter, PagedDrafter) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from baton.attention.base import AttentionBackend
 from baton.attention.registry import NoBackend
 from baton.config import WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
-from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.images import ImageEncoder
 from baton.engine.model_runner import ModelRunner
@@ -39,8 +38,8 @@ from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.step_cost import StepCost, StepLoad, read_cost
 from baton.transport import (
-    Opened,
     PageStore,
+    Receiver,
     SegmentError,
     TransportError,
     check_kinds,
@@ -133,10 +132,11 @@ class Engine:
         """By FetchRequest.pool."""
         return [each.pages for each in self._published]
 
-    def check_drafts(self) -> None:
-        """Raises AccountingError."""
-        if self.drafter is not None and isinstance(self.drafter.drafter, PagedDrafter):
-            self.drafter.drafter.slots.check()
+    def check_idle(self) -> None:
+        """Raises AccountingError unless no page of the pool is held, and accounts are right."""
+        self.cache.check(idle=True)
+        if self.drafter is not None and self.drafter.cache is not None:
+            self.drafter.cache.check()
 
     def endpoints(self, pool: int = 0) -> list[common_pb2.Endpoint]:
         """`pool`: as FetchRequest.pool. The `grpc` endpoint has no address: pages are served where Prefill
@@ -149,17 +149,19 @@ class Engine:
 
     async def open_receiver(
         self,
-        endpoints: list[common_pb2.Endpoint],
+        endpoints: Sequence[common_pb2.Endpoint],
         address: str,
         busy: Callable[[], bool],
         dial: Dial,
         pool: int = 0,
-    ) -> Opened:
+    ) -> Receiver:
         """`busy`: whether steps are running; called in other threads. `pool`: into which of the pools here.
         Raises TransportError."""
         own = self._published[pool]
         kinds = own.kinds if pool else self.kinds
-        return await open_receiver(endpoints, own.pages, kinds, address, busy, dial)
+        opened = await open_receiver(endpoints, own.pages, kinds, address, busy, dial)
+        _log.info("pool of a peer opened", address=address, pool=pool, transport=opened.reason)
+        return opened.receiver
 
     def abandon(self) -> None:
         """The process ends, whatever is running."""

@@ -300,11 +300,8 @@ class WorkerNode(WorkerShell[C]):
     async def open_receiver(
         self, endpoints: Sequence[common_pb2.Endpoint], address: str, pool: int = 0
     ) -> Receiver:
-        opened = await self.engine.open_receiver(
-            list(endpoints), address, lambda: self._load.running > 0, self.cluster.dial, pool
-        )
-        _log.info("pool of a peer opened", address=address, pool=pool, transport=opened.reason)
-        return opened.receiver
+        busy, dial = (lambda: self._load.running > 0), self.cluster.dial
+        return await self.engine.open_receiver(endpoints, address, busy, dial, pool)
 
     def compile_grammar(
         self, spec: GrammarSpec, done: Callable[[CompiledGrammar | GrammarError], None]
@@ -394,8 +391,7 @@ class WorkerNode(WorkerShell[C]):
 
         def check(core: C, now: float) -> None:
             try:
-                core.scheduler.cache.check(idle=True)
-                self.engine.check_drafts()
+                self.engine.check_idle()
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)

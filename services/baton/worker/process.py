@@ -34,7 +34,7 @@ from baton.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from baton.worker.core import is_quiet
+from baton.worker.core import WorkerCore, is_quiet
 from baton.worker.decode.server import DecodeNode
 from baton.worker.node import WorkerNode
 from baton.worker.prefill.server import PrefillNode
@@ -181,9 +181,15 @@ class WorkerProcess:
     async def _quiet(self, node: WorkerNode[Any]) -> bool:
         """Waits until nothing is under way in the node's core; False: that takes too long, or the process is
         to stop."""
-        deadline = time.monotonic() + QUIET_SECONDS
+        drafter, deadline = node.engine.drafter, time.monotonic() + QUIET_SECONDS
+
+        def quiet(core: WorkerCore) -> bool:
+            # Copies into the drafter's pool outlive their requests.
+            copies = drafter is not None and drafter.cache is not None and drafter.cache.pending
+            return is_quiet(core) and not copies
+
         while time.monotonic() < deadline and not self._stopping.is_set():
-            if await node.ask(is_quiet, deadline - time.monotonic()):
+            if await node.ask(quiet, deadline - time.monotonic()):
                 return True
             await asyncio.sleep(POLL_SECONDS)
         return False
@@ -194,7 +200,7 @@ class WorkerProcess:
             if not await old.leave_engine():
                 raise RuntimeError("the step thread does not end")
             assert old.core_or_none is not None
-            old.core_or_none.scheduler.cache.check(idle=True)
+            old.engine.check_idle()
             new = make_node(config_of(self._first.config, self._configs[role]), self.recorder)
             new.take_over(old)
             return new

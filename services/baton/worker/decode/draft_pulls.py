@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.draft.kv_slots import DraftKv
 from baton.engine.draft.paged_drafter import PagedDrafter
+from baton.engine.draft.planner import DraftPlanner
 from baton.handoff.fetch import Fetches
 from baton.handoff.messages import DraftsAnnounced, Peer, StartPull, StopPull
 from baton.handoff.pulls import Pull, Pulls
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from baton.worker.decode.remote_prefill import Handoff
 
 WAIT_SECONDS = 0.2
-"""How long a prompt whose own pages have come waits for those of the drafter; an idle node sees a
-tick later that it is over."""
+"""How long a prompt whose own pages have come waits for those of the drafter."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,20 +37,21 @@ class PulledDrafts:
 class DraftPulls:
     def __init__(
         self,
+        planner: DraftPlanner,
         drafter: PagedDrafter,
         fetches: Fetches[Handoff],
         peers: Mapping[str, Peer],
         seconds: float,
     ) -> None:
-        """`seconds`: how long a copy may take."""
-        self._drafter, self._fetches, self._peers = drafter, fetches, peers
+        """`drafter`: the planner's. `seconds`: how long a copy may take."""
+        self._planner, self._drafter, self._fetches, self._peers = planner, drafter, fetches, peers
         self.pulls: Pulls[Handoff] = Pulls(drafter.slots.cache, seconds)
         self.pulled_pages = 0
 
     def expected_from(self, address: str) -> bool:
-        """Whether the node there will announce such pages, if only none."""
+        """Whether the node there will announce such pages, if only none, and they are of use."""
         peer = self._peers.get(address)
-        return peer is not None and peer.drafts
+        return peer is not None and peer.drafts and not self._planner.broken
 
     def announced(self, handoff: Handoff, message: DraftsAnnounced, now: float) -> None:
         if not handoff.waits or handoff.drafts is not None:

@@ -63,9 +63,9 @@ class RemotePrefill:
     def __post_init__(self) -> None:
         silence, pull_seconds = self.config.handoff_seconds, self.config.pull_seconds
         self.fetches = Fetches(self.scheduler.cache, self, silence=silence, pull_seconds=pull_seconds)
-        drafter = self.scheduler.drafts.drafter if self.scheduler.drafts is not None else None
-        if isinstance(drafter, PagedDrafter):
-            self.drafts = DraftPulls(drafter, self.fetches, self.recording.peers, pull_seconds)
+        planner, peers = self.scheduler.drafts, self.recording.peers
+        if planner is not None and isinstance(planner.drafter, PagedDrafter):
+            self.drafts = DraftPulls(planner, planner.drafter, self.fetches, peers, pull_seconds)
 
     def __contains__(self, leader: Sequence) -> bool:
         return leader in self._by_leader
