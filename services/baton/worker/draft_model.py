@@ -92,11 +92,11 @@ class LoadedDrafter:
     published: PublishedPool | None = None
     """Its pages, where others see them; None: no others do."""
     layout: common_pb2.Layout | None = None
-    """Of these."""
+    """Layout of these pages."""
 
     @property
     def cache(self) -> KvCacheManager | None:
-        """Of its pages, if it has any."""
+        """The cache of its pages, if it has any."""
         return self.drafter.slots.cache if isinstance(self.drafter, PagedDrafter) else None
 
 

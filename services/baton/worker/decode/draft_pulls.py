@@ -26,7 +26,7 @@ WAIT_SECONDS = 0.2
 
 @dataclass(slots=True, eq=False)
 class PulledDrafts:
-    """Of one hand-off."""
+    """The drafter's pages of one hand-off."""
 
     kv: DraftKv
     entries: int

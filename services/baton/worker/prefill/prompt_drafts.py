@@ -24,7 +24,7 @@ class PromptDrafts:
         """Why nothing is computed any more; empty: it is."""
         self._drafter = drafter
         self._due: dict[Attempt, None] = {}
-        """Of which a step has computed tokens."""
+        """Attempts of which a step has computed tokens."""
 
     def committed(
         self, step: Step, result: StepResult, attempt_of: Callable[[EngineRequest], Attempt | None]
