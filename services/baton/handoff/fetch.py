@@ -69,7 +69,7 @@ class Fetch:
     pull: int | None = None
     released: bool = False
     waits: bool = False
-    """Its owner pulls something else under the same lease: it is not released before that has ended."""
+    """The owner pulls something else under the same lease: it is not released before that has ended."""
     complete: float | None = None
     """Since when it has waited for that alone."""
     seen: bool = True

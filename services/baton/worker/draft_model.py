@@ -90,7 +90,7 @@ def _read_draft(config: WorkerConfig, path: Path, target: ModelConfig) -> ModelC
 class LoadedDrafter:
     drafter: Drafter
     published: PublishedPool | None = None
-    """Its pages, where others see them; None: no others do."""
+    """The pages, where others see them; None: no others do."""
     layout: common_pb2.Layout | None = None
     """Layout of these pages."""
 

@@ -12,7 +12,7 @@ from baton.kvcache import BlockTable
 
 
 class PagedDrafter(Drafter):
-    """Its pages hold *entries*: of a model one a token, of a head one a pair (see `heads`)."""
+    """A drafter whose pages hold *entries*: of a model one a token, of a head one a pair (see `heads`)."""
 
     computes = True
     slots: DraftKvSlots

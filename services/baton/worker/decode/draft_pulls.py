@@ -90,7 +90,7 @@ class DraftPulls:
         self._go_on(handoff, now)
 
     def arrived(self, handoff: Handoff) -> None:
-        """Its lease stood: what has come is good."""
+        """The lease stood: what has come is good."""
         drafts, handoff.drafts = handoff.drafts, None
         if drafts is not None:
             self._drafter.arrived(handoff.leader, drafts.kv, drafts.entries, handoff.tokens)
@@ -115,7 +115,7 @@ class DraftPulls:
         self._fetches.advance(handoff, now)
 
     def _drop(self, handoff: Handoff) -> None:
-        """Its pages are free once no copy into them is running."""
+        """The pages are free once no copy into them is running."""
         drafts, handoff.drafts = handoff.drafts, None
         assert drafts is not None
         if drafts.pull is not None:

@@ -54,7 +54,7 @@ class Attempt(Lease):
     ahead: bool
     """Pages are announced before their step has retired."""
     lends_drafts: bool = False
-    """Its holder wants pages of the drafter, too."""
+    """The holder wants pages of the drafter, too."""
     drafts: BlockTable | None = None
     """These, in the drafter's pool."""
     first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
