@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from baton.engine.draft.paged_drafter import PagedDrafter
@@ -35,20 +36,26 @@ class PromptDrafts:
                 continue
             self._due[attempt] = None
             if row.hidden is not None and not self.broken:
-                self._drafter.observe(record.sequence, record.end - len(row.hidden), row.hidden)
+                with self._guarded():
+                    self._drafter.observe(record.sequence, record.end - len(row.hidden), row.hidden)
 
     def compute(self) -> None:
         """Waits for the device. To be called when what has been said of the step is on its way."""
         due, self._due = list(self._due), {}
-        try:
-            if not self.broken:
-                leaders = [each.request.sequences[0] for each in due]
+        if not self.broken:
+            leaders = [each.request.sequences[0] for each in due]
+            with self._guarded():
                 self._drafter.fill([(leader, leader.retired) for leader in leaders])
-        except Exception as error:
-            self.broken = f"the drafter failed, and decode nodes draft without it: {error!r}"
         for attempt in due:
             if attempt.complete_since is not None:
                 self._announce(attempt)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.broken = f"the drafter failed, and decode nodes draft without it: {error!r}"
 
     def _announce(self, attempt: Attempt) -> None:
         cache, leader = self._drafter.slots.cache, attempt.request.sequences[0]
