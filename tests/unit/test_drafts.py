@@ -267,7 +267,7 @@ def test_hidden_states_behind_images_reach_no_drafter():
     engine = Engine(drafter=Failing("observe"), draft_tokens=3)
     sequence = request("a", range(10)).sequences[0]
     seen = []
-    engine.scheduler.drafts._drafter.observe = lambda *given: seen.append(given)
+    engine.scheduler.drafts.drafter.observe = lambda *given: seen.append(given)
     engine.scheduler.drafts.observe(sequence, torch.zeros(2, 4), 10)
     sequence.request.images = (object(),)
     engine.scheduler.drafts.observe(sequence, torch.zeros(2, 4), 10)
