@@ -671,6 +671,23 @@ def test_a_pull_that_waits_does_not_outlive_its_hand_off(flushed):
     world.core.scheduler.cache.check(idle=True)
 
 
+def test_a_copy_of_a_drafters_pages_is_another_though_its_number_is_the_same():
+    """Its pool has numbers of its own. Pages into which a copy runs stay pinned when its hand-off ends."""
+    world = World(random.Random(1))
+    request, node = announced(world)
+    world.decode_step()
+    node.step(world.now)
+    entry = world.pulls[0]
+    world.pull(entry)
+    fetches, drafts = world.core.fetches, StartPull("p0", entry[0].pull, (), drafts=True)
+    fetches.effects.append(drafts)
+    world.core.cancel(request.key)
+    assert entry[0].pull in fetches.pulls.running, "its copy runs"
+    assert drafts in fetches.effects and StopPull("p0", entry[0].pull) in fetches.effects
+    fetches.effects.remove(drafts)
+    world.run()
+
+
 def test_nothing_turns_beside_a_prefill_node_on_the_same_gpu():
     """Two processes take turns on a GPU: one that turns for nothing slows the prompt that it waits for."""
     world = World(random.Random(1))

@@ -16,6 +16,7 @@ import pytest
 
 from baton.authentication.cluster import ClusterCredentials, ClusterTls
 from baton.config import DecodeConfig, WorkerConfig
+from baton.engine.image_spans import ImageSpan
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling_params import SamplingParams
 from baton.kvcache import NO_PAGE
@@ -124,6 +125,23 @@ def test_another_sequence_in_the_slot_has_tables_of_its_own(first):
     other = followed(StepPlan(3, (replace(row, start=9, **first),), inits))
     assert other.tables == tables
     assert all(new is not old for new, old in zip(other.tables, tables, strict=True))
+
+
+@pytest.mark.parametrize("slots", [(3,), (2, 3)])
+def test_another_sequence_in_the_slot_has_images_of_its_own(slots):
+    """Also where it goes on at the position at which the one before would have."""
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    image = ImageSpan(2, 4, 6, b"")
+
+    def followed(number, images, inits=()):
+        rows = [PlanRow(slot, None, 30 + number, ((4, slot),), (slot,)) for slot in slots]
+        rows[-1].images = images
+        return decoder.decode(encoder.encode(StepPlan(number, tuple(rows), inits))).rows[-1].images
+
+    begun = (SlotInit(3, SamplingParams(), 0, (), (), 5),)
+    assert followed(1, (image,)) == followed(2, (image,)) == (image,)
+    assert followed(3, (), begun) == followed(4, ()) == ()
+    assert followed(5, (image,), begun) == followed(6, (image,)) == (image,)
 
 
 def ends():

@@ -333,7 +333,7 @@ class Fetches(Generic[F]):
     def _stop(self, pull: int, address: str) -> None:
         """Stops a pull: its step may be far away, and a pull pins its destination pages."""
         for effect in self.effects:
-            if isinstance(effect, StartPull) and effect.pull == pull:
+            if isinstance(effect, StartPull) and effect.pull == pull and not effect.drafts:
                 self.effects.remove(effect)
                 self.pulls.end(pull)
                 return

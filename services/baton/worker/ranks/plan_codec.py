@@ -68,6 +68,7 @@ class PlanEncoder:
     def encode(self, plan: StepPlan) -> bytes:
         for init in plan.inits:
             self._forget(init.slot)
+            self._next = []  # no row goes on with another sequence's images
         inits = [(init.slot, init.last_token) for init in plan.inits if init.last_token is not None]
         rows, changed = self._rows(plan.rows)
         return _encoder.encode((plan.number, rows, changed, inits, plan.copies))
