@@ -203,7 +203,7 @@ def measure(
         seed=1,
     )
     jobs = work.jobs(bench.vocabulary, bench.context)
-    computing = bench.engine.drafter if head else None
+    computing = bench.engine.drafter.drafter if head and bench.engine.drafter else None
     runs = [bench.run(jobs, TEMPERATURE) for _ in range(options.repeats + 1)][1:]
     plain = statistics.median(milliseconds(run, rows) for run in runs)
     plain_step = statistics.median(run.tpot or 0.0 for run in runs) * 1e3
