@@ -38,3 +38,18 @@ def test_it_holds_no_more_than_it_counts():
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
         size, calls = alone.submit(grown).result(60)
     assert calls == 5000 and size < 32 * MIB
+
+
+def test_a_response_of_the_same_id_takes_the_place_of_the_first():
+    """A request that another gateway, or this one, goes on with has the id that it had."""
+    now = 0.0
+    store = ResponseStore(20_000, 1000.0, lambda: now)
+    assert store.put("other", b"{}", None, b"alice")
+    for now in map(float, range(200)):
+        assert store.put("same", str(now).encode(), None, b"alice")
+    found = store.get("same", b"alice")
+    assert found is not None and found.response == b"199.0"
+    assert store.get("other", b"alice") is not None, "dropped, though there is room"
+    now = 1100.0
+    assert store.put("third", b"{}", None, b"alice")  # drops what has expired
+    assert store.get("same", b"alice") is not None and store.get("other", b"alice") is None

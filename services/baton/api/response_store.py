@@ -66,6 +66,8 @@ class ResponseStore:
             return False
         now = self._clock()
         with self._lock:
+            if id in self._stored:  # of a stream that the client has gone on with
+                self._drop(id)
             self._stored[id] = StoredResponse(response, chat, owner, size, now + self._seconds)
             self._ids.setdefault(owner, {})[id] = None
             self._bytes[owner] += size
