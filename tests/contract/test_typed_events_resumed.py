@@ -7,6 +7,7 @@ import re
 
 import httpx
 import pytest
+from gateway_rig import until
 from scripted_decode import LENGTH, ScriptedDecode, silent
 from test_gateway_lost import KEYS, files, gateways, sse  # noqa: F401 - a fixture
 from test_responses_api import CALL, PARSERS, TOOL
@@ -135,3 +136,27 @@ async def test_a_stream_goes_on_after_any_event(files, path):  # noqa: F811
         assert (await ask(two, **{"x-baton-resume": ticket})).status_code == 400
         await one.idle()
         await two.idle()
+
+
+async def test_the_end_of_a_broken_stream_does_not_end_the_one_that_goes_on(files):  # noqa: F811
+    """At the same gateway, which had not noticed that the first is broken."""
+    body, head = BODIES["responses"], {"authorization": f"Bearer {KEYS[0]}"}
+    async with (
+        ScriptedDecode(going((), give=(0,), then=silent), context=2000) as node,
+        gateways(files | PARSERS, [node], [node]) as (one, _),
+        httpx.AsyncClient(headers=head, timeout=60) as http,
+    ):
+        url = f"{one.http}/v1/responses"
+        async with http.stream("POST", url, json=body) as first:
+            ticket = {"x-baton-resume": first.headers["x-baton-resume"]}
+            second = asyncio.create_task(http.post(url, json=body, headers=ticket))
+            async for line in first.aiter_lines():
+                if found := re.search(r"resp_[0-9a-f]+-[0-9]+", line):
+                    break
+            await until(lambda: len(node.starts) == 2)
+        await until(lambda: len(node.cancels) == 1)
+        await asyncio.sleep(0.1)  # until the gateway has kept what it keeps of the first
+        cancelled = await http.post(f"{url}/{found[0]}/cancel")
+        assert cancelled.status_code == 200, cancelled.text
+        assert "response.failed" in (await second).text
+        assert (await http.get(f"{url}/{found[0]}")).json()["status"] == "cancelled"

@@ -87,8 +87,10 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             ignored.add("input.summary")
 
         def keep(response: Json, message: tokenizer_pb2.ChatMessage | None) -> None:
-            under_way.pop((owner, id), None)
-            if asked.store is False or not store.max_bytes:
+            gone_on = under_way.get((owner, id), job) is not job  # by another call, which keeps it
+            if not gone_on:
+                under_way.pop((owner, id), None)
+            if gone_on or asked.store is False or not store.max_bytes:
                 response["store"] = False
                 return
             said = None
