@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from test_shards import FollowerDriver
 from thread_ranks import ThreadGroup
 
 from baton.engine.image_spans import ImageSpan, rotary_positions, with_placeholders, without_contents
+from baton.engine.images import EmbeddingCache
 from baton.engine.plan import StepPlan
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
@@ -20,6 +22,7 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.worker.ranks.plan_codec import PlanDecoder, PlanEncoder
+from baton.worker.ranks.runner import RankedRunner
 from vision_models import IMAGE_TOKEN, processor, save_qwen3_vl
 
 SIZES = [(8, 8), (24, 40), (16, 8), (40, 16), (8, 32)]
@@ -198,6 +201,23 @@ def test_two_ranks_give_the_tokens_of_one(saved):
         return run(driver, 0, with_placeholders(tokens, images), own, chunks, 12).tokens
 
     assert ThreadGroup(2).run(rank)[0] == want
+
+
+def test_other_ranks_are_told_of_a_step_when_its_images_are_encoded(saved):
+    """They wait for rank 0 within a step, and not for as long as large images may take."""
+    path, _ = saved
+    tokens, images = prompt_of([3, (24, 40), 2, (16, 16), 3])
+    want = run(Driver(path), 0, tokens, images, [5, len(tokens) - 5], 3).tokens
+    driver = Driver(path)
+    encoder, told = driver.runner.images, []
+    encoder.cache = EmbeddingCache(room=0)  # keeps one image
+    channel = SimpleNamespace(send_plan=lambda plan, threads: told.append(encoder.counters.images))
+    driver.runner = RankedRunner(driver.runner, [channel], lambda: 1)
+    results, read = [], driver.runner.read
+    driver.runner.read = lambda launched: results.append(read(launched)) or results[-1]
+    assert run(driver, 0, tokens, images, [5, len(tokens) - 5], 3).tokens == want
+    assert told == [1, 2, 2, 2] and encoder.counters.images == 2
+    assert [each.encode_seconds > 0 for each in results] == [True, True, False, False]
 
 
 def test_one_pixel_makes_other_logits(saved):

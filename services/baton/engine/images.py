@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from baton.engine.batch import HostBatch
-from baton.engine.image_spans import ImageSpan, rotary_positions
+from baton.engine.image_spans import ImageSpan, looks_at, rotary_positions
+from baton.engine.plan import PlanRow
 from baton.layers.async_copy import to_device
 from baton.layers.batch import InputEmbeddings
 from baton.layers.tensor_parallel import Communicator
@@ -102,7 +103,22 @@ class ImageEncoder:
         """`ranks`: rank 0 has the images, and gives the others what it has made of them."""
         self.tower, self.cache = tower, EmbeddingCache(room)
         self._ranks, self._rank = ranks, rank
+        self._ahead: dict[bytes, torch.Tensor] = {}
+        """What the next step looks at, if it was encoded before."""
         self.counters = EncodeCounters()
+        self._told = 0.0
+
+    def encode_ahead(self, rows: Iterable[PlanRow]) -> None:
+        """Encodes what these rows, those of the next step, look at: within a step other ranks do not wait for
+        as long as that may take."""
+        self._ahead = self._embeddings(
+            image for row in rows for image in row.images if looks_at((image,), row.start, row.count)
+        )
+
+    def seconds(self) -> float:
+        """Seconds of encoding since the last call."""
+        before, self._told = self._told, self.counters.seconds
+        return self._told - before
 
     def lanes(self, host: HostBatch, device: torch.device) -> tuple[torch.Tensor, InputEmbeddings | None]:
         """`Batch.axes` and `Batch.embeddings` of a step some of whose rows have images."""
@@ -131,13 +147,15 @@ class ImageEncoder:
         found: dict[bytes, torch.Tensor] = {}
         missing: dict[bytes, torch.Tensor] = {}
         for image in images:
-            rows = image.content if isinstance(image.content, torch.Tensor) else self.cache.get(image.digest)
             if image.digest in found or image.digest in missing:
                 continue
+            content, rows = image.content, self._ahead.get(image.digest)
+            if rows is None:
+                rows = content if isinstance(content, torch.Tensor) else self.cache.get(image.digest)
             if rows is not None:
                 found[image.digest] = rows
-            elif isinstance(image.content, np.ndarray):
-                missing[image.digest] = torch.from_numpy(image.content)
+            elif isinstance(content, np.ndarray):
+                missing[image.digest] = torch.from_numpy(content)
             else:
                 raise ValueError("an image is to be computed that is not here")
         if missing:

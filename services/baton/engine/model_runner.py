@@ -153,7 +153,6 @@ class ModelRunner:
             if init.last_token is not None:
                 fresh[init.slot] = init.last_token
         launched = LaunchedStep(plan.number, plan.rows)
-        before = self.images.counters.seconds if self.images is not None else 0.0
         if self._device.type == "cuda":
             launched.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         if plan.rows:
@@ -168,7 +167,7 @@ class ModelRunner:
                 raise
         self._sampling.launched(launched)
         if self.images is not None:
-            launched.encode_seconds = self.images.counters.seconds - before
+            launched.encode_seconds = self.images.seconds()
         return launched
 
     @torch.inference_mode()

@@ -35,7 +35,7 @@ def check_spans(
     """`tokens`: those of the prompt; `cut`: of its beginning, where the last image may reach further. Raises
     BatonError naming the field."""
     if images and not info.images:
-        text = "this node computes no images: its model sees none, or it does not run on one CPU rank"
+        text = "this node computes no images: its model sees none, or several GPUs compute it"
         raise failed_precondition(text, "NO_IMAGES")
     if len(images) > MAX_IMAGES:
         raise invalid_field("images", f"has {len(images)} entries; at most {MAX_IMAGES} are allowed")

@@ -70,6 +70,8 @@ class RankedRunner:
 
     def launch(self, plan: StepPlan) -> Any:
         try:
+            if self.images is not None:
+                self.images.encode_ahead(plan.rows)
             began = time.perf_counter()
             # A plan that was not sent must not be remembered as if it were: also this ends the ranks.
             message, threads = self._encoder.encode(plan), self._threads()
