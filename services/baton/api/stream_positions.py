@@ -18,7 +18,7 @@ from baton.v1 import common_pb2, inference_pb2
 TICKET_HEADER = "x-baton-resume"
 POSITION_HEADER = "last-event-id"
 _CHOICE = r"\d{1,10}\.\d{1,10}\.\d{1,6}\.\d{1,10}\.\d"
-_COUNTS = r"/(\d{1,10})/(\d{1,10})"
+_COUNTS = r"/(\d{1,2})/(\d{1,10})"
 
 
 class StreamPosition:
@@ -129,5 +129,7 @@ def resume_from(
     if found := re.search(f"{_COUNTS}$", position):
         counts = int(found[1]), int(found[2])
         position = position[: found.start()]
+        if counts[0] > counts[1]:
+            raise _no_id()
     choices = parse_position(position, starts[0].n or 1)
     return inference_pb2.GenerateResume(ticket=ticket, choices=choices), counts
