@@ -168,7 +168,10 @@ def test_ranks_that_are_lost_while_steps_are_measured_are_named(monkeypatch):
 async def test_a_node_that_cannot_start_leaves_no_ranks(monkeypatch):
     """Nor shared memory."""
 
+    engines = []
+
     def lost(engine):
+        engines.append(engine)
         raise failed_precondition("another rank is lost")
 
     monkeypatch.setattr("baton.worker.node.measure_steps", lost)
@@ -176,7 +179,8 @@ async def test_a_node_that_cannot_start_leaves_no_ranks(monkeypatch):
     with pytest.raises(BatonError, match="another rank is lost"):
         await node.start("127.0.0.1:1")
     await node.stop()
-    assert all(process.poll() is not None for process in node.engine.ranks.followers.processes.values())
+    processes = engines[0].ranks.followers.processes.values()
+    assert processes and all(process.poll() is not None for process in processes)
     assert not segments(node.incarnation)
 
 
