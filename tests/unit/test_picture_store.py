@@ -103,8 +103,9 @@ async def test_decoders_take_keys_by_turns(store):
     store.memory.max_bytes = 2**20
     many = [asyncio.create_task(add(b"many", colour)) for colour in range(40)]
     await begun.wait()
+    before = len(done)
     await add(b"other", 100)
-    assert len(done) <= 1 + 2 * WIDTH + 1
+    assert len(done) - before <= 2 * WIDTH + 1
     many[-1].cancel()  # who waits may leave
     await asyncio.gather(*many, return_exceptions=True)
     assert done.count(b"many") == 39
