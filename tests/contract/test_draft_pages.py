@@ -8,7 +8,7 @@ import time
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from test_first_drafts import MADE, MOST, running, save_eagle3
+from test_first_drafts import MADE, MOST, answer_of, running, save_eagle3
 from test_roles import running as process_of
 from test_roles import set_role
 
@@ -53,14 +53,7 @@ async def asking(decode, prefill=None):
             )
             plans.clear()
             await call.write(decode_pb2.GenerateCommand(start=start))
-            found, stats = [[] for _ in range(n)], None
-            while stats is None:
-                message = await call.read()
-                for delta in message.tokens:
-                    found[delta.choice] += delta.token_ids
-                for event in message.events:
-                    assert event.WhichOneof("kind") != "failed", event
-                    stats = event.finished.stats if event.WhichOneof("kind") == "finished" else stats
+            found, stats = await answer_of(call, n)
             assert lost or bool(stats.prefill_address) == (prefill is not None)
             return found, [[row.drafts for row in rows] for rows in plans if rows and rows[0].tokens is None]
 

@@ -38,6 +38,19 @@ async def running(node):
         assert await asyncio.wait_for(task, 20) == 0
 
 
+async def answer_of(call, n):
+    """Tokens of each choice, and the request's statistics, once it has ended."""
+    found, stats = [[] for _ in range(n)], None
+    while stats is None:
+        message = await call.read()
+        for delta in message.tokens:
+            found[delta.choice] += delta.token_ids
+        for event in message.events:
+            assert event.WhichOneof("kind") != "failed", event
+            stats = event.finished.stats if event.WhichOneof("kind") == "finished" else stats
+    return found, stats
+
+
 @asynccontextmanager
 async def asking(decode, prefill):
     """ask(number, prompt, n) -> the rows of each step of the decode node, and the tokens of each choice."""
@@ -60,14 +73,7 @@ async def asking(decode, prefill):
             )
             plans.clear()
             await call.write(decode_pb2.GenerateCommand(start=start))
-            found, stats = [[] for _ in range(n)], None
-            while stats is None:
-                message = await call.read()
-                for delta in message.tokens:
-                    found[delta.choice] += delta.token_ids
-                for event in message.events:
-                    assert event.WhichOneof("kind") != "failed", event
-                    stats = event.finished.stats if event.WhichOneof("kind") == "finished" else stats
+            found, stats = await answer_of(call, n)
             assert stats.prefill_address == prefill._address
             assert not any(row.tokens for rows in plans for row in rows)
             return [rows for rows in plans if rows], found
