@@ -66,10 +66,10 @@ class Worker:
 
     def write(self) -> None:
         cache = self._host.cache
-        holding = cache.hold(self._tokens, "", self._pages)
-        cache.extend(holding, self._pages)
-        cache.commit(holding, self._tokens, "")
-        cache.release(holding, 0)
+        block_table = cache.hold(self._tokens, "", self._pages)
+        cache.extend(block_table, self._pages)
+        cache.commit(block_table, self._tokens, "")
+        cache.release(block_table, 0)
         self.disk.offer("", cache.encode(self._tokens))
         self.disk.tick(0.0)
         self._wait()

@@ -232,7 +232,7 @@ async def test_a_drafter_that_failed_is_sent_nothing(drafts):
 def leased(prefill):
     """What is lent of the drafter's pages, and what waits to be freed."""
     cache = prefill.core_or_none.prompt_drafts._drafter.slots.cache
-    kept = {id(kv.holding) for kv in prefill.core_or_none.prompt_drafts._drafter.slots._kept}
-    return [holding for holding in cache._holdings if id(holding) not in kept] + [cache.pending] * bool(
+    kept = {id(kv.block_table) for kv in prefill.core_or_none.prompt_drafts._drafter.slots._kept}
+    return [block_table for block_table in cache._block_tables if id(block_table) not in kept] + [
         cache.pending
-    )
+    ] * bool(cache.pending)

@@ -239,16 +239,16 @@ async def test_a_node_that_stops_gives_a_change_up():
 async def test_a_copy_that_does_not_end_leaves_the_old_role(monkeypatch):
     monkeypatch.setattr("baton.worker.process.QUIET_SECONDS", 0.2)
     async with running(DecodeNode(DecodeConfig(**MADE))) as process:
-        cache, holdings = process.node.engine.cache, []
-        process.node.steps.call(lambda core, now: holdings.append(cache.hold(())))
-        process.node.steps.call(lambda core, now: cache.extend(holdings[0], 1))
+        cache, block_tables = process.node.engine.cache, []
+        process.node.steps.call(lambda core, now: block_tables.append(cache.hold(())))
+        process.node.steps.call(lambda core, now: cache.extend(block_tables[0], 1))
         with pytest.raises(BatonError, match="stays a decode node") as raised:
             await set_role(process, "prefill")
         assert raised.value.reason == "STILL_BUSY"
         async with asking(process) as ask:
             await ask.start(1)
             assert len((await ask.end())[0]) == 12
-        process.node.steps.call(lambda core, now: cache.release(holdings[0], 0))
+        process.node.steps.call(lambda core, now: cache.release(block_tables[0], 0))
         await set_role(process, "prefill")
 
 

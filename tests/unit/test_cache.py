@@ -29,7 +29,7 @@ def make(total: int = TOTAL, page_size: int = PAGE, policy: str = "lru") -> KvCa
 class Sequence:
     namespace: str
     tokens: list[int]
-    holding: BlockTable
+    block_table: BlockTable
     pages: list[int]
     owned: set[int]
     locked: tuple[str, tuple[int, ...]]
@@ -79,15 +79,15 @@ class CacheMachine(RuleBasedStateMachine):
     def hold(self, tokens: list[int], namespace: str, limit: int | None) -> None:
         expected = len(self.tree.find(tokens, namespace, limit))
         assert self.cache.match_length(tokens, namespace, limit) == expected * PAGE
-        holding = self.cache.hold(tokens, namespace, limit)
+        block_table = self.cache.hold(tokens, namespace, limit)
         pages = self.tree.match(tokens, namespace, limit)
-        assert holding.tables == [pages]
-        assert holding.shared == expected
+        assert block_table.tables == [pages]
+        assert block_table.shared == expected
         for index, page in enumerate(pages):
             assert self.contents[page] == (namespace, tuple(tokens[: (index + 1) * PAGE]))
         locked = (namespace, tuple(tokens[: len(pages) * PAGE]))
         self.tree.locks.append(locked)
-        self.sequences.append(Sequence(namespace, tokens, holding, list(pages), set(), locked))
+        self.sequences.append(Sequence(namespace, tokens, block_table, list(pages), set(), locked))
 
     @rule(data=st.data(), count=st.integers(0, 5))
     def extend(self, data: st.DataObject, count: int) -> None:
@@ -97,12 +97,12 @@ class CacheMachine(RuleBasedStateMachine):
         generations = [self.cache.generation(page) for page in range(TOTAL)]
         if count > len(self.free) + self.tree.evictable:
             with pytest.raises(OutOfPages):
-                self.cache.extend(sequence.holding, len(sequence.pages) + count)
+                self.cache.extend(sequence.block_table, len(sequence.pages) + count)
             assert [self.cache.generation(page) for page in range(TOTAL)] == generations
             return
         self.free |= set(self.tree.evict(count - len(self.free)))
-        assert self.cache.extend(sequence.holding, len(sequence.pages) + count) == count
-        pages = sequence.holding.tables[0][len(sequence.pages) :]
+        assert self.cache.extend(sequence.block_table, len(sequence.pages) + count) == count
+        pages = sequence.block_table.tables[0][len(sequence.pages) :]
         assert set(pages) <= self.free
         self.free -= set(pages)
         sequence.owned |= set(pages)
@@ -123,9 +123,9 @@ class CacheMachine(RuleBasedStateMachine):
         committed = len(sequence.locked[1]) // PAGE
         if any(page in self.quarantined for page in sequence.pages[committed : end // PAGE]):
             with pytest.raises(AccountingError, match="not owned"):
-                self.cache.commit(sequence.holding, tokens, sequence.namespace)
+                self.cache.commit(sequence.block_table, tokens, sequence.namespace)
             return
-        self.cache.commit(sequence.holding, tokens, sequence.namespace)
+        self.cache.commit(sequence.block_table, tokens, sequence.namespace)
         if end // PAGE > committed:
             taken = self.tree.insert(tokens, sequence.pages[: end // PAGE], sequence.namespace)
             sequence.owned -= {sequence.pages[index] for index in taken}
@@ -155,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
     def pin(self, data: st.DataObject) -> None:
         sequence = self.pick(data)
         if sequence is not None:
-            self.cache.pin(sequence.holding)
+            self.cache.pin(sequence.block_table)
             sequence.pins += 1
             sequence.seen.append(self.read(sequence))
 
@@ -166,11 +166,11 @@ class CacheMachine(RuleBasedStateMachine):
             return
         if sequence.pins == 0:
             with pytest.raises(AccountingError, match="unpinned"):
-                self.cache.unpin(sequence.holding)
+                self.cache.unpin(sequence.block_table)
             return
         for page, content in sequence.seen.pop().items():
             assert self.contents[page] == content, "a page was reused under a pin"
-        self.cache.unpin(sequence.holding)
+        self.cache.unpin(sequence.block_table)
         sequence.pins -= 1
         self.settle()
 
@@ -180,10 +180,10 @@ class CacheMachine(RuleBasedStateMachine):
         if sequence is None:
             return
         step = data.draw(st.integers(sequence.last_step, self.launched))
-        self.cache.release(sequence.holding, step)
+        self.cache.release(sequence.block_table, step)
         sequence.release_step = step
         with pytest.raises(AccountingError, match="released twice"):
-            self.cache.release(sequence.holding, step)
+            self.cache.release(sequence.block_table, step)
         self.settle()
 
     @precondition(lambda self: len(self.quarantined) < TOTAL // 2)
@@ -193,11 +193,11 @@ class CacheMachine(RuleBasedStateMachine):
         if sequence is None or not sequence.owned:
             return
         page = data.draw(st.sampled_from(sorted(sequence.owned)))
-        self.cache.quarantine(sequence.holding, [page])
+        self.cache.quarantine(sequence.block_table, [page])
         sequence.owned.remove(page)
         self.quarantined.add(page)
         with pytest.raises(AccountingError, match="not owned"):
-            self.cache.quarantine(sequence.holding, [page])
+            self.cache.quarantine(sequence.block_table, [page])
 
     @invariant()
     def agrees(self) -> None:
@@ -211,15 +211,15 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.available == len(self.free) + self.tree.evictable
         assert self.cache.pending == sum(s.release_step is not None for s in self.sequences)
         for sequence in self.sequences:
-            assert sequence.holding.tables == [sequence.pages]
-            assert sequence.holding.owned == sequence.owned
+            assert sequence.block_table.tables == [sequence.pages]
+            assert sequence.block_table.owned == sequence.owned
 
     def teardown(self) -> None:
         for sequence in self.sequences:
             if sequence.release_step is None:
-                self.cache.release(sequence.holding, self.launched)
+                self.cache.release(sequence.block_table, self.launched)
             for _ in range(sequence.pins):
-                self.cache.unpin(sequence.holding)
+                self.cache.unpin(sequence.block_table)
         self.cache.retire(self.launched)
         self.cache.check(idle=True)
         counts = self.cache.counts()
@@ -278,36 +278,36 @@ def test_pages_that_are_not_there_cost_no_cached_one() -> None:
 
 def test_release_waits_for_the_step_and_for_the_pin() -> None:
     cache = make()
-    holding = cache.hold([])
-    cache.extend(holding, 2)
-    cache.pin(holding)
-    cache.release(holding, after_step=7)
+    block_table = cache.hold([])
+    cache.extend(block_table, 2)
+    cache.pin(block_table)
+    cache.release(block_table, after_step=7)
     cache.retire(6)
     assert (cache.pending, cache.counts().owned) == (1, 2)
     cache.retire(7)
     assert (cache.pending, cache.counts().owned) == (1, 2)
-    cache.unpin(holding)
+    cache.unpin(block_table)
     assert (cache.pending, cache.counts().free) == (0, TOTAL)
     for use in (cache.unpin, cache.pin, lambda h: cache.release(h, 0), lambda h: cache.extend(h, 1)):
         with pytest.raises(AccountingError):
-            use(holding)
+            use(block_table)
     cache.check(idle=True)
 
 
 def test_a_bad_commit_changes_nothing() -> None:
     cache = make()
-    holding = cache.hold([1, 2, 3, 4])
-    cache.extend(holding, 2)
+    block_table = cache.hold([1, 2, 3, 4])
+    cache.extend(block_table, 2)
     for tokens, namespace, error in (
         ([1, 2, 3, 4, 5, 6], "", ValueError),
         ([1, 2, 3, 4], "other", ValueError),
         ([1, 2, 3, -4], "", OverflowError),
     ):
         with pytest.raises(error):
-            cache.commit(holding, tokens, namespace)
+            cache.commit(block_table, tokens, namespace)
         cache.check()
         assert cache.counts().owned == 2
-    cache.commit(holding, [1, 2, 3, 4])
+    cache.commit(block_table, [1, 2, 3, 4])
     assert cache.counts().owned == 0
 
 
@@ -315,7 +315,7 @@ def test_check_at_idle_names_what_is_left() -> None:
     cache = make()
     cache.hold([])
     cache.check()
-    with pytest.raises(AccountingError, match="1 holdings at idle"):
+    with pytest.raises(AccountingError, match="1 block tables at idle"):
         cache.check(idle=True)
 
 
@@ -324,37 +324,37 @@ def test_check_at_idle_names_what_is_left() -> None:
     [
         ("not cached", "of the tree are not cached"),
         ("not in the tree", "1 cached pages, 0 in the tree"),
-        ("not owned", "of holdings are not owned"),
+        ("not owned", "of block tables are not owned"),
         ("not held", "2 owned pages, 1 held"),
         ("held twice", "2 owned pages, 4 held"),
-        ("locks", "2 locks, 1 holdings"),
-        ("references", "window pages of holdings are not those"),
-        ("pending", "1 releases pending, 0 holdings released"),
+        ("locks", "2 locks, 1 block tables"),
+        ("references", "window pages of block tables are not those"),
+        ("pending", "1 releases pending, 0 block tables released"),
     ],
 )
 def test_check_sees_damage(damage: str, message: str) -> None:
     cache = make()
-    holding = cache.hold([])
-    cache.extend(holding, 2)
+    block_table = cache.hold([])
+    cache.extend(block_table, 2)
     cache.check()
-    first, _ = holding.tables[0]
+    first, _ = block_table.tables[0]
     if damage == "not cached":
         cache._tree.insert([1, 2], [(first,)])
     elif damage == "not in the tree":
         cache._allocator.to_cached([first])
-        holding.owned.discard(first)
+        block_table.owned.discard(first)
     elif damage == "not owned":
         cache._allocator.quarantine([first])
     elif damage == "not held":
-        holding.owned.discard(first)
+        block_table.owned.discard(first)
     elif damage == "held twice":
-        cache._holdings.add(BlockTable([[]], "", holding.node, [0], holding.owned))
-        cache._tree.lock(holding.node)
+        cache._block_tables.add(BlockTable([[]], "", block_table.node, [0], block_table.owned))
+        cache._tree.lock(block_table.node)
     elif damage == "locks":
-        cache._tree.lock(holding.node)
+        cache._tree.lock(block_table.node)
     elif damage == "references":
         cache._tree.windows.references[first] = 1
-        cache._tree.windows._home[first] = holding.node
+        cache._tree.windows._home[first] = block_table.node
         cache._tree.windows.check = lambda nodes: None  # type: ignore[method-assign]
     else:
         cache._pending += 1
@@ -372,17 +372,17 @@ def test_what_is_owned_at_idle_is_named() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda cache, holding: cache.extend(holding, 1),
-        lambda cache, holding: cache.drop(holding, 0),
-        lambda cache, holding: cache.commit(holding, []),
-        lambda cache, holding: cache.pin(holding),
-        lambda cache, holding: cache.release(holding, 0),
+        lambda cache, block_table: cache.extend(block_table, 1),
+        lambda cache, block_table: cache.drop(block_table, 0),
+        lambda cache, block_table: cache.commit(block_table, []),
+        lambda cache, block_table: cache.pin(block_table),
+        lambda cache, block_table: cache.release(block_table, 0),
     ],
 )
 def test_two_caches_do_not_share_holdings(use: Callable[[KvCacheManager, BlockTable], object]) -> None:
-    cache, holding = make(), make().hold([])
+    cache, block_table = make(), make().hold([])
     with pytest.raises(AccountingError, match="another cache"):
-        use(cache, holding)
+        use(cache, block_table)
 
 
 def test_commit_beside_pages_of_others_locks_no_more_than_it_may():

@@ -76,13 +76,13 @@ class Node:
     def put(self, tokens=TOKENS, namespace: str = "") -> None:
         """The host tier is given these tokens, and they are written."""
         cache, rows = self.host.cache, len(tokens) // SIZE
-        holding = cache.hold(tokens, namespace, rows)
-        begin = len(holding)
-        cache.extend(holding, rows)
+        block_table = cache.hold(tokens, namespace, rows)
+        begin = len(block_table)
+        cache.extend(block_table, rows)
         for row in range(begin, rows):
-            self.page(holding.tables[0][row])[:] = content(tokens[: (row + 1) * SIZE], namespace)
-        cache.commit(holding, tokens, namespace)
-        cache.release(holding, 0)
+            self.page(block_table.tables[0][row])[:] = content(tokens[: (row + 1) * SIZE], namespace)
+        cache.commit(block_table, tokens, namespace)
+        cache.release(block_table, 0)
         self.disk.offer(namespace, cache.encode(tokens))
         self.disk.tick(self.now)
         self.wait()
@@ -98,11 +98,11 @@ class Node:
         )
         self.disk.read(key, namespace, rows)
         self.wait()
-        holding = cache.hold(key, namespace)
-        for row, page in enumerate(holding.tables[0]):
+        block_table = cache.hold(key, namespace)
+        for row, page in enumerate(block_table.tables[0]):
             assert self.page(page) == content(tokens[: (row + 1) * SIZE], namespace), "another page's bytes"
-        rows = len(holding)
-        cache.release(holding, 0)
+        rows = len(block_table)
+        cache.release(block_table, 0)
         cache.check(idle=True)
         return rows
 

@@ -129,10 +129,10 @@ def test_what_leads_to_an_image_is_no_way_onward():
     cache = KvCacheManager(PageAllocator(32), tree)
     image = [placeholder(b"d" * 32, index) for index in range(2)]
     for tokens in ([1, 2, 3, 4, 5, 6, *image], [1, 2, 3, 4, 9, 9, 9, 9]):
-        holding = cache.hold(tokens)
-        cache.extend(holding, 2)
-        cache.commit(holding, tokens, "", 99)
-        cache.release(holding, 0)
+        block_table = cache.hold(tokens)
+        cache.extend(block_table, 2)
+        cache.commit(block_table, tokens, "", 99)
+        cache.release(block_table, 0)
     walk = TreeWalk(tree, "")
     assert walk.onward([1, 2, 3, 4], 3) in ([], [9, 9, 9])
     for tokens in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]):

@@ -230,13 +230,13 @@ def test_prompts_share_what_room_there_is(plain_head):
         drafter.fill([(sequence, half) for sequence in sequences[:2]])
     lent = [drafter.lend(sequence) for sequence in sequences[:2]]
     assert lent[0][1] == 99 and (lent[1] is None or lent[1][1] < 99)
-    for holding, _ in filter(None, lent):
-        drafter.slots.cache.release(holding, 0)
+    for block_table, _ in filter(None, lent):
+        drafter.slots.cache.release(block_table, 0)
     drafter.observe(sequences[2], 0, torch.randn(100, drafter._head.values))
     drafter.fill([(sequences[2], 100)])
-    holding, entries = drafter.lend(sequences[2])
-    assert entries == 99 and len(holding) == 7
-    drafter.slots.cache.release(holding, 0)
+    block_table, entries = drafter.lend(sequences[2])
+    assert entries == 99 and len(block_table) == 7
+    drafter.slots.cache.release(block_table, 0)
     drafter.slots.check()
 
 

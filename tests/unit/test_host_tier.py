@@ -59,24 +59,24 @@ class Pools:
 
     def compute(self, tokens: Sequence[int], namespace: str = "") -> int:
         """Makes a sequence of whole pages and ends it. Returns the tokens that were not cached."""
-        holding = self.first.hold(tokens, namespace, len(tokens) // SIZE)
-        cached = len(holding)
+        block_table = self.first.hold(tokens, namespace, len(tokens) // SIZE)
+        cached = len(block_table)
         for index in range(cached):
-            for group, table in enumerate(holding.tables):
+            for group, table in enumerate(block_table.tables):
                 if table[index] != NO_PAGE:
                     expected = (group, namespace, tuple(tokens[: (index + 1) * SIZE]))
                     assert self.content[True][table[index]] == expected, "another sequence's page"
-        if self.first.lacking(holding, len(tokens) // SIZE) > self.first.available:
-            self.first.release(holding, 0)  # promotions have the rest
+        if self.first.lacking(block_table, len(tokens) // SIZE) > self.first.available:
+            self.first.release(block_table, 0)  # promotions have the rest
             return 0
-        self.first.extend(holding, len(tokens) // SIZE)
-        for group, table in enumerate(holding.tables):
+        self.first.extend(block_table, len(tokens) // SIZE)
+        for group, table in enumerate(block_table.tables):
             for index in range(cached, len(table)):
                 if table[index] != NO_PAGE:
                     self.content[True][table[index]] = (group, namespace, tuple(tokens[: (index + 1) * SIZE]))
-        self.first.commit(holding, tokens, namespace)
-        self.first.drop(holding, len(tokens))
-        self.first.release(holding, 0)
+        self.first.commit(block_table, tokens, namespace)
+        self.first.drop(block_table, len(tokens))
+        self.first.release(block_table, 0)
         return len(tokens) - cached * SIZE
 
     def promote(self, tokens: Sequence[int], namespace: str = "") -> bool:
@@ -159,9 +159,9 @@ def test_what_is_damaged_does_not_come_back() -> None:
     pools.compute(tokens)
     pools.run()
     assert pools.lower.match_length(tokens) == len(tokens)
-    holding = pools.first.hold(tokens)
-    pools.first.withdraw(holding)
-    pools.first.release(holding, 0)
+    block_table = pools.first.hold(tokens)
+    pools.first.withdraw(block_table)
+    pools.first.release(block_table, 0)
     assert pools.lower.match_length(tokens) == 0
 
 
@@ -170,9 +170,9 @@ def test_what_is_found_to_be_damaged_during_its_demotion_is_dropped() -> None:
     tokens = prompt(0, 6)
     pools.compute(tokens)
     pools.tier.tick(0.0)
-    holding = pools.first.hold(tokens)
-    pools.first.withdraw(holding)
-    pools.first.release(holding, 0)
+    block_table = pools.first.hold(tokens)
+    pools.first.withdraw(block_table)
+    pools.first.release(block_table, 0)
     pools.run()
     assert pools.lower.match_length(tokens) == 0
 

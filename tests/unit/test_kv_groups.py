@@ -74,12 +74,12 @@ def test_no_sequence_holds_more_than_its_peak(kind, window, chunk):
     groups = (FULL, KvGroup(kind(window)))
     for total in (1, 5, 24, 41):
         cache = KvCacheManager(PageAllocator(200), PrefixTree(PAGE, groups=groups))
-        holding, ends, most = cache.hold([]), [0], 0
+        block_table, ends, most = cache.hold([]), [0], 0
         while ends[-1] < total:
             ends.append(min(total, ends[-1] + chunk))
-            cache.extend(holding, -(-ends[-1] // PAGE))
-            most = max(most, holding.held)
-            cache.drop(holding, ends[max(0, len(ends) - 2)])
+            cache.extend(block_table, -(-ends[-1] // PAGE))
+            most = max(most, block_table.held)
+            cache.drop(block_table, ends[max(0, len(ends) - 2)])
         assert most <= peak(groups, total, PAGE, 2 * chunk)
         pages = peak(groups, total, PAGE, 2 * chunk)
         assert longest(groups, pages, 1000, PAGE, 2 * chunk) >= total
@@ -88,10 +88,10 @@ def test_no_sequence_holds_more_than_its_peak(kind, window, chunk):
 
 @dataclass(eq=False)
 class Sequence:
-    """What the machine knows of a holding; it writes all pages up to `length` tokens."""
+    """What the machine knows of a block table; it writes all pages up to `length` tokens."""
 
     tokens: list[int]
-    holding: BlockTable
+    block_table: BlockTable
     position: int
     """The next token to be computed; what it sees must be there."""
     pins: int = 0
@@ -122,70 +122,70 @@ class GroupsMachine(RuleBasedStateMachine):
         found = self.cache.match_length(tokens, "", limit)
         fewer = self.cache.unlocked(tokens, "", found // PAGE)
         available = self.cache.available
-        holding = self.cache.hold(tokens, "", found // PAGE)
-        assert len(holding) * PAGE == found
-        assert holding.held == self.cache.matched(len(holding))
+        block_table = self.cache.hold(tokens, "", found // PAGE)
+        assert len(block_table) * PAGE == found
+        assert block_table.held == self.cache.matched(len(block_table))
         assert available - self.cache.available == fewer
-        self.sequences.append(Sequence(tokens, holding, found))
+        self.sequences.append(Sequence(tokens, block_table, found))
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16))
     def hold_to_pull(self, tokens: list[int]) -> None:
         """As a decode node: everything up to the last token comes from elsewhere."""
         rows, position = len(tokens) // PAGE, len(tokens)
-        holding = self.cache.hold(tokens, "", rows, position)
-        before = len(holding)
-        self.cache.release(holding, 0)
+        block_table = self.cache.hold(tokens, "", rows, position)
+        before = len(block_table)
+        self.cache.release(block_table, 0)
         fewer, available = self.cache.unlocked(tokens, "", before, position), self.cache.available
-        holding = self.cache.hold(tokens, "", rows, position)
-        assert (len(holding), available - self.cache.available) == (before, fewer)
+        block_table = self.cache.hold(tokens, "", rows, position)
+        assert (len(block_table), available - self.cache.available) == (before, fewer)
         try:
-            self.cache.extend(holding, -(-len(tokens) // PAGE))
+            self.cache.extend(block_table, -(-len(tokens) // PAGE))
         except OutOfPages:
-            self.cache.release(holding, 0)
+            self.cache.release(block_table, 0)
             return
-        self.write(holding, tokens, before)
-        self.sequences.append(Sequence(tokens, holding, len(tokens)))
+        self.write(block_table, tokens, before)
+        self.sequences.append(Sequence(tokens, block_table, len(tokens)))
 
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def compute(self, data: st.DataObject, more: list[int]) -> None:
         sequence = self.pick(data)
         if sequence is None or sequence.pins:
             return
-        holding = sequence.holding
+        block_table = sequence.block_table
         tokens = [*sequence.tokens[: sequence.position], *more]
         rows = -(-len(tokens) // PAGE)
-        if self.cache.lacking(holding, rows) > self.cache.available:
+        if self.cache.lacking(block_table, rows) > self.cache.available:
             with pytest.raises(OutOfPages):
-                self.cache.extend(holding, rows)
+                self.cache.extend(block_table, rows)
             return
         before = sequence.position // PAGE
-        self.cache.extend(holding, rows)
+        self.cache.extend(block_table, rows)
         self.check_seen(sequence)
         sequence.tokens = tokens
         sequence.position = len(tokens)
-        self.write(holding, tokens, before)
+        self.write(block_table, tokens, before)
 
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         sequence = self.pick(data)
         if sequence is not None:
             before = self.cache.available
-            grown = self.cache.drop(sequence.holding, sequence.position)
+            grown = self.cache.drop(sequence.block_table, sequence.position)
             assert self.cache.available - before == grown and (not grown or not sequence.pins)
 
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         sequence = self.pick(data)
         if sequence is not None:
-            self.cache.commit(sequence.holding, sequence.tokens[: sequence.position])
+            self.cache.commit(sequence.block_table, sequence.tokens[: sequence.position])
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         sequence = self.pick(data)
         if sequence is not None:
-            self.cache.pin(sequence.holding)
+            self.cache.pin(sequence.block_table)
             sequence.pins += 1
-            sequence.under.append({p for table in sequence.holding.tables for p in table if p != NO_PAGE})
+            sequence.under.append({p for table in sequence.block_table.tables for p in table if p != NO_PAGE})
 
     @rule()
     def unpin(self) -> None:
@@ -194,28 +194,28 @@ class GroupsMachine(RuleBasedStateMachine):
                 free = {p for p in range(self.total) if self.cache._allocator.state(p) == 0}
                 assert not free & sequence.under.pop(), "a page was freed under a pin"
                 sequence.pins -= 1
-                self.cache.unpin(sequence.holding)
+                self.cache.unpin(sequence.block_table)
         self.sequences = [s for s in self.sequences if s.released is None or s.pins]
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         sequence = self.pick(data)
         if sequence is not None:
-            self.cache.release(sequence.holding, 0)
+            self.cache.release(sequence.block_table, 0)
             sequence.released = 0
             if not sequence.pins:
                 self.sequences.remove(sequence)
 
-    def write(self, holding: BlockTable, tokens: list[int], first: int) -> None:
-        for group, table in enumerate(holding.tables):
+    def write(self, block_table: BlockTable, tokens: list[int], first: int) -> None:
+        for group, table in enumerate(block_table.tables):
             for index in range(first, len(table)):
-                if table[index] in holding.owned:
+                if table[index] in block_table.owned:
                     self.contents[table[index]] = (group, tuple(tokens[: (index + 1) * PAGE]))
 
     def check_seen(self, sequence: Sequence) -> None:
-        position, holding = sequence.position, sequence.holding
-        assert holding.page_tables() == tuple(map(tuple, holding.tables)), "no change is missed"
-        for place, (group, table) in enumerate(zip(self.groups, holding.tables, strict=True)):
+        position, block_table = sequence.position, sequence.block_table
+        assert block_table.page_tables() == tuple(map(tuple, block_table.tables)), "no change is missed"
+        for place, (group, table) in enumerate(zip(self.groups, block_table.tables, strict=True)):
             for index in range(group.spec.sees(position, PAGE), position // PAGE):
                 expected = (place, tuple(sequence.tokens[: (index + 1) * PAGE]))
                 assert self.contents[table[index]] == expected
@@ -230,9 +230,9 @@ class GroupsMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for sequence in self.sequences:
             if sequence.released is None:
-                self.cache.release(sequence.holding, 0)
+                self.cache.release(sequence.block_table, 0)
             for _ in range(sequence.pins):
-                self.cache.unpin(sequence.holding)
+                self.cache.unpin(sequence.block_table)
         self.cache.check(idle=True)
         counts = self.cache.counts()
         assert counts.free + counts.cached == self.total
@@ -255,12 +255,12 @@ def test_pages_hold_what_positions_see(machine):
 def cached(length: int) -> KvCacheManager:
     """A cache that has computed range(length), page by page, and given it up."""
     cache = KvCacheManager(PageAllocator(40), PrefixTree(PAGE, groups=(FULL, KvGroup(SlidingWindow(4)))))
-    holding = cache.hold([])
+    block_table = cache.hold([])
     for end in range(PAGE, length + 1, PAGE):
-        cache.extend(holding, end // PAGE)
-        cache.commit(holding, range(end))
-        cache.drop(holding, end)
-    cache.release(holding, 0)
+        cache.extend(block_table, end // PAGE)
+        cache.commit(block_table, range(end))
+        cache.drop(block_table, end)
+    cache.release(block_table, 0)
     return cache
 
 
@@ -285,14 +285,14 @@ def test_window_pages_inside_a_prefix_are_evicted_first_and_the_prefix_stays_usa
 def test_what_is_pinned_keeps_the_pages_that_it_no_longer_sees():
     """Somebody may still copy them."""
     cache = KvCacheManager(PageAllocator(8), PrefixTree(PAGE, groups=(KvGroup(SlidingWindow(2)),)))
-    holding = cache.hold([])
-    cache.extend(holding, 6)
-    before = holding.page_tables()
-    cache.pin(holding)
-    assert cache.drop(holding, 6 * PAGE) == 0 and holding.page_tables() == before
-    cache.unpin(holding)
-    assert cache.drop(holding, 6 * PAGE) > 0 and holding.page_tables() != before
-    cache.release(holding, 0)
+    block_table = cache.hold([])
+    cache.extend(block_table, 6)
+    before = block_table.page_tables()
+    cache.pin(block_table)
+    assert cache.drop(block_table, 6 * PAGE) == 0 and block_table.page_tables() == before
+    cache.unpin(block_table)
+    assert cache.drop(block_table, 6 * PAGE) > 0 and block_table.page_tables() != before
+    cache.release(block_table, 0)
     cache.check(idle=True)
 
 
@@ -301,9 +301,11 @@ def test_a_prefix_without_its_window_pages_is_usable_where_the_rest_is_pulled():
     other = cache.hold([99])
     cache.extend(other, 11)
     tokens = [*range(14), *range(50, 70)]
-    holding = cache.hold(tokens, "", 17, position=len(tokens))
-    assert len(holding) == 7 and holding.tables[1] == [NO_PAGE] * 7, "only the full group's pages are wanted"
-    cache.release(holding, 0)
+    block_table = cache.hold(tokens, "", 17, position=len(tokens))
+    assert len(block_table) == 7 and block_table.tables[1] == [NO_PAGE] * 7, (
+        "only the full group's pages are wanted"
+    )
+    cache.release(block_table, 0)
     cache.release(other, 0)
 
 
@@ -330,11 +332,11 @@ def test_eviction_keeps_up_with_many_prompts():
     draw = random.Random(3)
     for _ in range(400):
         tokens = [draw.randrange(3) for _ in range(draw.randrange(2, 40))]
-        holding = cache.hold(tokens, "", (len(tokens) - 1) // PAGE)
-        cache.extend(holding, -(-len(tokens) // PAGE))
-        cache.commit(holding, tokens)
-        cache.drop(holding, len(tokens))
-        cache.release(holding, 0)
+        block_table = cache.hold(tokens, "", (len(tokens) - 1) // PAGE)
+        cache.extend(block_table, -(-len(tokens) // PAGE))
+        cache.commit(block_table, tokens)
+        cache.drop(block_table, len(tokens))
+        cache.release(block_table, 0)
         cache.check(idle=True)
     counts = cache.counts()
     assert counts.cached + counts.free == counts.total and cache.available == counts.total

@@ -19,19 +19,19 @@ class Squeezed(Engine):
         self.others = []
 
     def squeeze(self, pages):
-        holding = self.cache.hold([])
-        self.cache.extend(holding, min(pages, self.scheduler.reservations.headroom))
-        self.others.append(holding)
+        block_table = self.cache.hold([])
+        self.cache.extend(block_table, min(pages, self.scheduler.reservations.headroom))
+        self.others.append(block_table)
 
     def relax(self):
-        for holding in self.others:
-            self.cache.release(holding, 0)
+        for block_table in self.others:
+            self.cache.release(block_table, 0)
         self.others.clear()
 
 
 def shared_rows(r, length):
     """Full pages of the prompt that all choices that run have in common."""
-    tables = [s.holding.tables[0] for s in r.sequences if s.phase is SequencePhase.RUNNING]
+    tables = [s.block_table.tables[0] for s in r.sequences if s.phase is SequencePhase.RUNNING]
     return sum(len(set(row)) == 1 for row in zip(*(table[: length // 4] for table in tables), strict=True))
 
 
@@ -99,7 +99,7 @@ def test_each_choice_takes_its_share_of_what_was_reserved(length, margin):
     rows, more = engine.scheduler.rows(length + margin) - engine.scheduler.rows(length), -(-margin // 4)
     copied = length % 4 > 0
     assert [s.reserved for s in r.sequences] == [rows, 1 + more - copied, 1 + more - copied]
-    assert [len(s.holding) for s in r.sequences] == [engine.scheduler.rows(length)] * 3
+    assert [len(s.block_table) for s in r.sequences] == [engine.scheduler.rows(length)] * 3
     assert shared_rows(r, length) == length // 4
     assert engine.cache.counts().owned == 3 * copied and engine.cache.counts().cached == length // 4
     assert all(s.computed == s.retired == length for s in r.sequences)
@@ -142,12 +142,12 @@ def test_a_fork_locks_no_pages_that_were_reserved_for_others(lacking):
     for r in (first, second):
         engine.scheduler.submit(r)
     engine.turn()
-    assert engine.ended == ["a"] and second.sequences[0].holding.committed == 1
+    assert engine.ended == ["a"] and second.sequences[0].block_table.committed == 1
     step = engine.scheduler.plan()
     engine.squeeze(engine.scheduler.reservations.headroom - 2 + lacking)
     engine.finish_step(step, engine.runner.launch(step.plan))
     leader, follower = second.sequences
-    assert leader.phase is SequencePhase.RUNNING and leader.holding.committed == (1 if lacking else 3)
+    assert leader.phase is SequencePhase.RUNNING and leader.block_table.committed == (1 if lacking else 3)
     assert follower.phase is (SequencePhase.WAITING if lacking else SequencePhase.RUNNING)
     assert engine.scheduler.reservations.headroom == lacking
     engine.relax()

@@ -29,15 +29,15 @@ def rows_with_states(table):
 
 def test_a_row_takes_pages_for_its_end_and_its_last_border():
     cache = make()
-    holding = cache.hold([])
-    assert cache.lacking(holding, 6) == cache.extend(holding, 6) == 8
-    assert rows_with_states(holding.tables[1]) == [4, 5]
-    assert cache.extend(holding, 7) == 2 and cache.extend(holding, 10) == 5
-    assert rows_with_states(holding.tables[1]) == [4, 5, 6, 8, 9]
-    assert holding.held == 15
-    cache.drop(holding, 37)
-    assert rows_with_states(holding.tables[1]) == [8, 9] and holding.held == 12
-    cache.release(holding, 0)
+    block_table = cache.hold([])
+    assert cache.lacking(block_table, 6) == cache.extend(block_table, 6) == 8
+    assert rows_with_states(block_table.tables[1]) == [4, 5]
+    assert cache.extend(block_table, 7) == 2 and cache.extend(block_table, 10) == 5
+    assert rows_with_states(block_table.tables[1]) == [4, 5, 6, 8, 9]
+    assert block_table.held == 15
+    cache.drop(block_table, 37)
+    assert rows_with_states(block_table.tables[1]) == [8, 9] and block_table.held == 12
+    cache.release(block_table, 0)
     cache.check(idle=True)
 
 
@@ -64,11 +64,11 @@ def test_a_prefix_ends_with_the_deepest_snapshot_and_a_later_sequence_adds_its_o
 
 def test_snapshots_within_a_prefix_are_evicted_before_its_end():
     cache, tokens = make(20), list(range(24))
-    holding = cache.hold(tokens)
+    block_table = cache.hold(tokens)
     for row in range(1, 7):
-        cache.extend(holding, row)
-    cache.commit(holding, tokens)
-    cache.release(holding, 0)
+        cache.extend(block_table, row)
+    cache.commit(block_table, tokens)
+    cache.release(block_table, 0)
     assert cache.counts().cached == 12
     other = cache.hold([99] * 40)
     cache.extend(other, 10)

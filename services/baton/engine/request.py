@@ -68,7 +68,7 @@ class Sequence:
     finish: EngineFinishReason | None = None
     slot: int | None = None
     slot_ready: bool = False
-    holding: BlockTable | None = None
+    block_table: BlockTable | None = None
     reserved: int = 0
     """Pages reserved at admission and not yet taken."""
     computed: int = 0

@@ -227,11 +227,11 @@ class Scheduler(SchedulerState):
         copies, self.copies = self.copies, []
         # A choice that no longer runs has lost its pages: it cannot run again before this plan.
         wanted = [copy for copy in copies if copy.sequence.phase is SequencePhase.RUNNING]
-        pinned = tuple(copy.holding for copy in copies)
+        pinned = tuple(copy.block_table for copy in copies)
         built = step.build(wanted, pinned)
         if built is None:
-            for holding in pinned:
-                self.cache.unpin(holding)
+            for block_table in pinned:
+                self.cache.unpin(block_table)
         else:
             self.step_number = step.number
             waits = self.drafts is not None and self.drafts.waits
@@ -274,8 +274,8 @@ class Scheduler(SchedulerState):
                 if row.reason == "BAD_LOGITS":
                     for each in sequence.request.sequences:
                         each.retired = 0  # nobody may reuse what its pages hold
-                        if each.holding is not None:
-                            self.cache.withdraw(each.holding)
+                        if each.block_table is not None:
+                            self.cache.withdraw(each.block_table)
                 self.fail(sequence.request, row.reason, row.error)
             elif sequence.phase is SequencePhase.RUNNING:
                 self._commit_decode(record, row)

@@ -168,14 +168,14 @@ class SchedulerState:
 
         A sequence takes from its own reservation first, and beyond it only unreserved pages.
         """
-        assert sequence.holding is not None
-        if rows <= len(sequence.holding):
+        assert sequence.block_table is not None
+        if rows <= len(sequence.block_table):
             return True
-        count = self.cache.lacking(sequence.holding, rows)
+        count = self.cache.lacking(sequence.block_table, rows)
         if count > sequence.reserved + max(0, self.reservations.headroom):
             return False
         try:
-            self.cache.extend(sequence.holding, rows)
+            self.cache.extend(sequence.block_table, rows)
         except OutOfPages:
             return False
         self.reservations.use(sequence, count)
@@ -204,8 +204,8 @@ class SchedulerState:
         """Gives up what no later position of the sequence sees, and reserves for it as many pages as that
         frees; none once its prompt is leased. Where another sequence shares them they are not free: its next
         pages are then no longer promised."""
-        assert sequence.holding is not None
-        freed = self.cache.drop(sequence.holding, sequence.retired)
+        assert sequence.block_table is not None
+        freed = self.cache.drop(sequence.block_table, sequence.retired)
         if freed and sequence.phase is not SequencePhase.LEASED:
             self.reservations.set(sequence, sequence.reserved + freed)
 
@@ -218,16 +218,18 @@ class SchedulerState:
         """
         self.cache_pending_prefixes()
         known, namespace = sequence.tokens[:tokens], sequence.request.namespace
-        sequence.holding = self.cache.hold(known, namespace, tokens // self.cache.page_size, position=tokens)
-        self.reservations.use(sequence, sequence.holding.held)
-        return len(sequence.holding)
+        sequence.block_table = self.cache.hold(
+            known, namespace, tokens // self.cache.page_size, position=tokens
+        )
+        self.reservations.use(sequence, sequence.block_table.held)
+        return len(sequence.block_table)
 
     def cache_prefix(self, sequence: Sequence) -> None:
         """Inserts the full pages of the sequence's final tokens into the prefix tree: all of them, or none
         while that would lock pages reserved for others. Then gives up those that it no longer sees."""
-        assert sequence.holding is not None
+        assert sequence.block_table is not None
         tokens, spare = sequence.tokens[: sequence.retired], max(0, self.reservations.headroom)
-        self.cache.commit(sequence.holding, tokens, sequence.request.namespace, spare)
+        self.cache.commit(sequence.block_table, tokens, sequence.request.namespace, spare)
         self.drop_unseen(sequence)
 
     def cache_prefix_later(self, sequence: Sequence) -> None:
@@ -247,32 +249,32 @@ class SchedulerState:
         self.retired_step = step
         self.cache.retire(step)
         self.slots.retire(step)
-        for holding in pinned:
-            self.cache.unpin(holding)
+        for block_table in pinned:
+            self.cache.unpin(block_table)
 
     # --- from one queue to another ----------------------------------------------------------------------
 
     def place(
-        self, leader: Sequence, followers: list[Sequence], reserved: int, holding: BlockTable | None
+        self, leader: Sequence, followers: list[Sequence], reserved: int, block_table: BlockTable | None
     ) -> None:
         """Admits a waiting sequence and the choices that will fork from it. `reserved`: pages reserved.
-        `holding`: the cached pages of a prompt computed here; None: it is computed elsewhere."""
+        `block_table`: the cached pages of a prompt computed here; None: it is computed elsewhere."""
         self.waiting.remove(leader)
         leader.diverges = 0
-        if self.cache.has_states and holding is not None and leader.encoded is not None:
+        if self.cache.has_states and block_table is not None and leader.encoded is not None:
             leader.diverges = self.cache.known_length(leader.encoded, leader.request.namespace)
-        if holding is not None and leader.request.cached_tokens is None:
-            leader.request.tiers = leader.tiers(len(holding), self.cache.page_size)
+        if block_table is not None and leader.request.cached_tokens is None:
+            leader.request.tiers = leader.tiers(len(block_table), self.cache.page_size)
         leader.encoded = leader.match = leader.promotion = leader.disk_read = None
-        leader.holding = holding
-        if holding is not None:
-            leader.computed = leader.retired = len(holding) * self.cache.page_size
+        leader.block_table = block_table
+        if block_table is not None:
+            leader.computed = leader.retired = len(block_table) * self.cache.page_size
         self.reservations.set(leader, reserved)
         leader.followers = followers
         for sequence in (leader, *followers):
-            sequence.phase = SequencePhase.HANDOFF if holding is None else SequencePhase.PROMPT
+            sequence.phase = SequencePhase.HANDOFF if block_table is None else SequencePhase.PROMPT
             sequence.slot = self.slots.take()
-        (self.handoffs if holding is None else self.prompts).append(leader)
+        (self.handoffs if block_table is None else self.prompts).append(leader)
         self.record(leader.request, EventKind.ADMITTED, leader.computed, 0)
 
     def requeue(self, leader: Sequence) -> None:
@@ -328,30 +330,30 @@ class SchedulerState:
 
     def _fork(self, leader: Sequence, follower: Sequence, prefix: list[int], output_margin: int) -> None:
         """Gives the follower the shared full pages and a copy of the last, partial one."""
-        assert leader.holding is not None
+        assert leader.block_table is not None
         full = len(prefix) // self.cache.page_size
         follower.phase = SequencePhase.RUNNING
         namespace, position = leader.request.namespace, len(prefix)
         locked = self.cache.unlocked(prefix, namespace, full, position)
-        if leader.holding.committed < full or locked > max(0, self.reservations.headroom):
+        if leader.block_table.committed < full or locked > max(0, self.reservations.headroom):
             # Not from the tree: that would lock pages outside its reservation.
             self.requeue(follower)
             return
-        holding = self.cache.hold(prefix, namespace, full, position)
-        follower.holding = holding
+        block_table = self.cache.hold(prefix, namespace, full, position)
+        follower.block_table = block_table
         # Each choice takes its own page for the tail and its share of the output margin.
         share = min(leader.reserved, len(self.cache.groups) * (1 + self.rows(output_margin)))
         self.reservations.set(leader, leader.reserved - share)
         self.reservations.set(follower, share)
         partial = len(prefix) % self.cache.page_size != 0
-        if len(holding) < full or (partial and not self.extend(follower, full + 1)):
+        if len(block_table) < full or (partial and not self.extend(follower, full + 1)):
             self.requeue(follower)
             return
         if partial:
-            self.cache.pin(leader.holding)
-            pairs = zip(leader.holding.tables, holding.tables, strict=True)
+            self.cache.pin(leader.block_table)
+            pairs = zip(leader.block_table.tables, block_table.tables, strict=True)
             copied = tuple((source[full], target[full]) for source, target in pairs)
-            self.copies.append(Copy(leader.holding, follower, copied))
+            self.copies.append(Copy(leader.block_table, follower, copied))
         follower.computed = follower.retired = len(prefix)
         self.running.append(follower)
 
@@ -377,13 +379,13 @@ class SchedulerState:
         for queue in (self.prompts, self.running, self.handoffs):
             if sequence in queue:
                 queue.remove(sequence)
-        if sequence.holding is not None:
+        if sequence.block_table is not None:
             if sequence.phase is not SequencePhase.HANDOFF and sequence.retired:
                 self.cache_prefix(sequence)
             if sequence in self._uncached:
                 self._uncached.remove(sequence)
-            self.cache.release(sequence.holding, sequence.last_step)
-            sequence.holding = None
+            self.cache.release(sequence.block_table, sequence.last_step)
+            sequence.block_table = None
         self._give_slot_back(sequence)
         self.reservations.set(sequence, 0)
         sequence.slot_ready = False

@@ -12,10 +12,10 @@ from baton.kvcache import BlockTable
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Pages, one a KV group, that a forked choice copies before its first row. `holding` owns the sources and
-    is pinned."""
+    """Pages, one a KV group, that a forked choice copies before its first row. `block_table` owns the sources
+    and is pinned."""
 
-    holding: BlockTable
+    block_table: BlockTable
     sequence: Sequence
     pairs: tuple[tuple[int, int], ...]
     """Source and target."""
@@ -58,10 +58,10 @@ class StepBuilder:
     def add_decode(self, sequence: Sequence, drafts: tuple[int, ...] = ()) -> None:
         """A row for the sequence's last token, which samples the next, and for `drafts` behind it: those of
         PlanRow, which are more while some are unread."""
-        assert sequence.slot is not None and sequence.holding is not None
+        assert sequence.slot is not None and sequence.block_table is not None
         if not sequence.slot_ready:
             self._init_slot(sequence, sequence.tokens[-1])
-        slot, tables = sequence.slot, sequence.holding.page_tables()
+        slot, tables = sequence.slot, sequence.block_table.page_tables()
         ahead, replay, images = sequence.drafted, sequence.replay, sequence.request.images
         row = PlanRow(
             slot,
@@ -82,7 +82,7 @@ class StepBuilder:
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
         """A row for the next `count` tokens of a prompt. The last chunk samples a token for each choice."""
-        assert sequence.slot is not None and sequence.holding is not None
+        assert sequence.slot is not None and sequence.block_table is not None
         request, start, end = sequence.request, sequence.computed, sequence.computed + count
         samples = end == len(sequence.tokens) and request.pooling is None
         targets = (sequence, *sequence.followers) if samples else ()
@@ -95,7 +95,7 @@ class StepBuilder:
             slot=sequence.slot,
             tokens=sequence.tokens[start:end],
             start=start,
-            tables=sequence.holding.page_tables(),
+            tables=sequence.block_table.page_tables(),
             sample=tuple(target.slot for target in targets if target.slot is not None),
             prompt_logprobs=wanted,
             prompt_top=(request.params.prompt_logprobs or 0) if wanted is not None else 0,

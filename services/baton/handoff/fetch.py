@@ -234,19 +234,19 @@ class Fetches(Generic[F]):
         waiting = any(first < behind for first, behind in zip(here, stop, strict=True))
         if waiting and (fetch.done or fetch.wanted):
             rows = max(behind for first, behind in zip(here, stop, strict=True) if first < behind)
-            holding = self._core.make_room(fetch, rows)
-            if holding is None:
+            block_table = self._core.make_room(fetch, rows)
+            if block_table is None:
                 # Reserved pages can always be taken: the announced prompt is larger than the admitted one.
                 self.lose(fetch, "NO_PAGES", "no pages left to pull into", now)
                 return
-            self._pull(fetch, holding, here, stop, now)
+            self._pull(fetch, block_table, here, stop, now)
         elif fetch.announced_all and fetch.done and not fetch.released:
             if not fetch.waits:
                 self._confirm(fetch, now)
             elif fetch.complete is None:
                 fetch.complete = now
 
-    def _pull(self, fetch: F, holding: BlockTable, here: Seq[int], stop: list[int], now: float) -> None:
+    def _pull(self, fetch: F, block_table: BlockTable, here: Seq[int], stop: list[int], now: float) -> None:
         """Starts to pull, of each group, the pages from `here` to `stop`."""
         sources: list[int] = []
         targets: list[int] = []
@@ -256,11 +256,11 @@ class Fetches(Generic[F]):
             part = slice(first - begin, behind - begin) if first < behind else slice(0)
             sources += fetch.pages[group][part]
             generations += fetch.generations[group][part]
-            targets += holding.tables[group][first:behind]
+            targets += block_table.tables[group][first:behind]
         pull = Pull(
             fetch=fetch,
             address=fetch.address,
-            holding=holding,
+            block_table=block_table,
             targets=tuple(targets),
             stop=stop,
             generations=tuple(generations),

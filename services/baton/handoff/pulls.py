@@ -19,9 +19,9 @@ F = TypeVar("F")
 class Pull(Generic[F]):
     fetch: F
     address: str
-    holding: BlockTable
+    block_table: BlockTable
     targets: tuple[int, ...]
-    """Local pages; the holding owns them."""
+    """Local pages; the block table owns them."""
     stop: list[int]
     """For each KV group the page index up to which pages have arrived when this pull has succeeded."""
     generations: tuple[int, ...]
@@ -58,7 +58,7 @@ class Pulls(Generic[F]):
     def begin(self, pull: Pull[F]) -> int:
         """Returns the number that the transport will report."""
         self.begun += 1
-        self._cache.pin(pull.holding)
+        self._cache.pin(pull.block_table)
         self.running[self.begun] = pull
         return self.begun
 
@@ -77,8 +77,8 @@ class Pulls(Generic[F]):
         pull = self.running.pop(number, None)
         if pull is not None:
             if pull.overdue:
-                self._cache.recover(pull.holding, pull.targets)
-            self._cache.unpin(pull.holding)
+                self._cache.recover(pull.block_table, pull.targets)
+            self._cache.unpin(pull.block_table)
         return pull
 
     def expire(self, now: float) -> list[Pull[F]]:
@@ -89,5 +89,5 @@ class Pulls(Generic[F]):
         late = [pull for pull in self.running.values() if pull.due <= now and not pull.overdue]
         for pull in late:
             pull.overdue = True
-            self._cache.quarantine(pull.holding, pull.targets)
+            self._cache.quarantine(pull.block_table, pull.targets)
         return late

@@ -1,4 +1,4 @@
-"""What one sequence holds of a pool."""
+"""The pages that one sequence has of a pool."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from baton.kvcache.tree_node import TreeNode
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """What one sequence holds. Made by `KvCacheManager.hold`, given up by its `release`.
+    """The page tables of one sequence. Made by `KvCacheManager.hold`, given up by its `release`.
 
     Each page of a page table is one of
-      matched  among the first `shared` pages: the tree's, locked by this holding;
-      owned    taken by `extend`, in `owned`: only this sequence writes it, the holding gives it back;
-      cached   was owned until `commit` gave it to the tree; locked by this holding, final.
-    Quarantined pages stay in the table and belong to none of these. The first `dropped` places of a table
-    hold NO_PAGE: no later position of the sequence sees these pages. In a group of states so do those that
+      matched  among the first `shared` pages: the tree's, locked by this block table;
+      owned    taken by `extend`, in `owned`: only this sequence writes it, the block table gives it back;
+      cached   was owned until `commit` gave it to the tree; locked by this block table, final.
+    Quarantined pages stay in the table and belong to none of these. The first `dropped` entries of a table
+    are NO_PAGE: no later position of the sequence sees these pages. In a group of states so do those that
     CacheSpec.takes leaves out.
     """
 

@@ -57,7 +57,7 @@ class FileJob:
     """Bytes of a page in it."""
     page_bytes: int
     pages: list[FilePage]
-    holding: BlockTable
+    block_table: BlockTable
     """Table of the host tier's pages."""
     running: bool = True
     """Whether a request waits for it."""
@@ -183,14 +183,14 @@ class DiskTier:
         """Begins to read what the host tier lacks of the first `rows` page indexes. None: there is no room,
         or nothing to read."""
         cache = self._cache
-        holding = cache.hold(key, namespace, rows, rows * cache.page_size + 1)
-        begin = len(holding)
-        if begin == rows or cache.lacking(holding, rows) > cache.available:
-            cache.release(holding, 0)
+        block_table = cache.hold(key, namespace, rows, rows * cache.page_size + 1)
+        begin = len(block_table)
+        if begin == rows or cache.lacking(block_table, rows) > cache.available:
+            cache.release(block_table, 0)
             return None
-        cache.extend(holding, rows)
+        cache.extend(block_table, rows)
         self.counters.reads += 1
-        job = self._begin(namespace, key[: rows * self._stride], holding, begin)
+        job = self._begin(namespace, key[: rows * self._stride], block_table, begin)
         self._reading += len(job.pages)
         self.files.read(job)
         return job
@@ -201,17 +201,17 @@ class DiskTier:
         self._reading -= len(job.pages)
         cache, bad = self._cache, [each.row for each, fault in zip(job.pages, faults, strict=True) if fault]
         self.faults.update(fault for fault in faults if fault)
-        rows = 0 if job.spoiled else min(bad, default=len(job.holding))
+        rows = 0 if job.spoiled else min(bad, default=len(job.block_table))
         if job.pages and not bad:  # of rows that groups may lack there may be none
             self._meter.add(len(job.pages), max(seconds, 1e-6))
             self._measured = self._now
         self._asked.pop((job.namespace, job.key), None)
-        begin = job.holding.shared
+        begin = job.block_table.shared
         if rows > begin:
             job.read_rows = rows - begin
             self.counters.read_pages += sum(each.row < rows for each in job.pages)
-            cache.commit(job.holding, job.key[: rows * self._stride], job.namespace)
-        cache.release(job.holding, 0)
+            cache.commit(job.block_table, job.key[: rows * self._stride], job.namespace)
+        cache.release(job.block_table, 0)
         job.running = False
 
     # --- writing ----------------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ class DiskTier:
     def _write(self, namespace: str, key: bytes) -> None:
         if self._is_withdrawn(namespace, key):
             return
-        holding = self._cache.hold(key, namespace)
-        job = self._begin(namespace, key[: len(holding) * self._stride], holding, 0)
+        block_table = self._cache.hold(key, namespace)
+        job = self._begin(namespace, key[: len(block_table) * self._stride], block_table, 0)
         job.pages = [each for each in job.pages if each.name not in self.files]
         self._writing = True
         if job.pages:
@@ -252,15 +252,15 @@ class DiskTier:
         self._writing = False
         self.faults.update(fault for fault in faults if fault)
         self.counters.written_pages += sum(not fault for fault in faults)
-        self._cache.release(job.holding, 0)
+        self._cache.release(job.block_table, 0)
 
     # --- both -------------------------------------------------------------------------------------------
 
-    def _begin(self, namespace: str, key: bytes, holding: BlockTable, begin: int) -> FileJob:
+    def _begin(self, namespace: str, key: bytes, block_table: BlockTable, begin: int) -> FileJob:
         names = self._names_of(namespace, key)
         pages = [
             FilePage(names.name(row, group), row, group, table[row])
-            for group, table in enumerate(holding.tables)
+            for group, table in enumerate(block_table.tables)
             for row in range(begin, len(table))
             if table[row] != NO_PAGE
         ]
@@ -272,7 +272,7 @@ class DiskTier:
             self._stride,
             self._page_bytes,
             pages,
-            holding,
+            block_table,
         )
         self._running[job.number] = job
         return job

@@ -48,8 +48,8 @@ class TierCopy:
     up: bool
     namespace: str
     key: bytes
-    """Tokens of the rows of `holding`, 4 bytes each."""
-    holding: BlockTable
+    """Tokens of the rows of `block_table`, 4 bytes each."""
+    block_table: BlockTable
     """The receiver's."""
     begin: int
     """First row that is copied."""
@@ -160,13 +160,13 @@ class HostTier:
         if len(found) < rows:
             return None
         locked = first.unlocked(tokens, namespace, rows, position)
-        holding = first.hold(tokens, namespace, rows, position)
-        if len(holding) == rows or locked + first.lacking(holding, rows) > room:
-            first.release(holding, 0)
+        block_table = first.hold(tokens, namespace, rows, position)
+        if len(block_table) == rows or locked + first.lacking(block_table, rows) > room:
+            first.release(block_table, 0)
             return None
         self.counters.promotions += 1
         key = first.encode(tokens)[: rows * first.row_bytes]
-        return self._begin(True, namespace, key, holding, found)
+        return self._begin(True, namespace, key, block_table, found)
 
     # --- demotion ---------------------------------------------------------------------------------------
 
@@ -203,11 +203,11 @@ class HostTier:
 
     def _demote_path(self, namespace: str, key: bytes, rows: list[PageRow]) -> bool:
         cache = self.cache
-        holding = cache.hold(key, namespace, len(rows), self._position(len(rows)))
-        if len(holding) == len(rows) or cache.lacking(holding, len(rows)) > cache.available:
-            cache.release(holding, 0)
+        block_table = cache.hold(key, namespace, len(rows), self._position(len(rows)))
+        if len(block_table) == len(rows) or cache.lacking(block_table, len(rows)) > cache.available:
+            cache.release(block_table, 0)
             return False
-        self._demotion = self._begin(False, namespace, key[: len(rows) * cache.row_bytes], holding, rows)
+        self._demotion = self._begin(False, namespace, key[: len(rows) * cache.row_bytes], block_table, rows)
         return True
 
     # --- both -------------------------------------------------------------------------------------------
@@ -217,23 +217,23 @@ class HostTier:
         return rows * self.cache.page_size + 1
 
     def _begin(
-        self, up: bool, namespace: str, key: bytes, holding: BlockTable, rows: list[PageRow]
+        self, up: bool, namespace: str, key: bytes, block_table: BlockTable, rows: list[PageRow]
     ) -> TierCopy:
         source, target = (self.cache, self._first) if up else (self._first, self.cache)
-        begin = len(holding)
-        target.extend(holding, len(rows))
-        taken = zip(*(table[begin:] for table in holding.tables), strict=True)
+        begin = len(block_table)
+        target.extend(block_table, len(rows))
+        taken = zip(*(table[begin:] for table in block_table.tables), strict=True)
         sources = [
             tuple(page if new != NO_PAGE else NO_PAGE for page, new in zip(row, row_taken, strict=True))
             for row, row_taken in zip(rows[begin:], taken, strict=True)
         ]
         pages = [page for row in sources for page in row if page != NO_PAGE]
         require(
-            len(pages) == sum(new != NO_PAGE for table in holding.tables for new in table[begin:]),
+            len(pages) == sum(new != NO_PAGE for table in block_table.tables for new in table[begin:]),
             "a page to copy is gone",
         )
         generations = {page: source.generation(page) for page in pages}
-        copy = TierCopy(next(self._numbers), up, namespace, key, holding, begin, sources, generations)
+        copy = TierCopy(next(self._numbers), up, namespace, key, block_table, begin, sources, generations)
         self._running[copy.number] = copy
         self._copier.copy(copy.number, list(self._pairs(copy)), up)
         return copy
@@ -242,7 +242,7 @@ class HostTier:
     def _pairs(copy: TierCopy) -> list[tuple[int, int]]:
         """Group by group, since the pages of a group were taken together."""
         pairs = []
-        for group, table in enumerate(copy.holding.tables):
+        for group, table in enumerate(copy.block_table.tables):
             for row, target in zip(copy.sources, table[copy.begin :], strict=True):
                 if row[group] != NO_PAGE:
                     pairs.append((row[group], target))
@@ -261,7 +261,7 @@ class HostTier:
         copy.kept = kept
         if kept:
             rows = copy.begin + kept
-            target.commit(copy.holding, copy.key[: rows * target.row_bytes], copy.namespace)
+            target.commit(copy.block_table, copy.key[: rows * target.row_bytes], copy.namespace)
             pages = sum(page != NO_PAGE for row in copy.sources[:kept] for page in row)
             if copy.up:
                 self.counters.promoted_pages += pages
@@ -269,7 +269,7 @@ class HostTier:
                 self.counters.demoted_pages += pages
             if self.disk is not None and not copy.up:
                 self.disk.offer(copy.namespace, copy.key[: rows * self.cache.row_bytes])
-        target.release(copy.holding, 0)
+        target.release(copy.block_table, 0)
 
     def _unchanged(self, copy: TierCopy) -> int:
         """Leading rows whose sources have not been reused since the copy began."""

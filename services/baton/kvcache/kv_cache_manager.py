@@ -43,7 +43,7 @@ class KvCacheManager:
         self.groups = tree.groups
         self._allocator = allocator
         self._tree = tree
-        self._holdings: set[BlockTable] = set()
+        self._block_tables: set[BlockTable] = set()
         self._waiting: list[tuple[int, int, BlockTable]] = []
         self._serials = counter()
         self._retired = 0
@@ -93,9 +93,9 @@ class KvCacheManager:
             table, first = tables[i], min(dropped[i], len(rows))
             table[:first] = [NO_PAGE] * first
             self._tree.windows.reference(table[first:])
-        holding = BlockTable(tables, namespace, node, dropped)
-        self._holdings.add(holding)
-        return holding
+        block_table = BlockTable(tables, namespace, node, dropped)
+        self._block_tables.add(block_table)
+        return block_table
 
     def find(self, tokens: TokenKey, namespace: str, max_rows: int, position: int) -> list[PageRow]:
         """The pages that `hold` with these arguments would find. Counts as a use, and holds nothing: they may
@@ -123,7 +123,7 @@ class KvCacheManager:
         return self._tree.find(tokens, namespace)[1] * self.page_size
 
     def matched(self, rows: int) -> int:
-        """Pages that a holding has which was made with `rows` cached page indexes."""
+        """Pages of a block table that was made with `rows` cached page indexes."""
         at = rows * self.page_size
         return sum(rows - group.spec.sees(at, self.page_size) for group in self.groups)
 
@@ -132,35 +132,35 @@ class KvCacheManager:
         `available`; changes nothing."""
         return self._tree.unlocked_pages(tokens, rows, namespace, position)
 
-    def content(self, holding: BlockTable) -> bytes:
-        """kv_events.content_digest of the holding's pages in the tree, by what the tree says that they
+    def content(self, block_table: BlockTable) -> bytes:
+        """kv_events.content_digest of the block table's pages in the tree, by what the tree says that they
         hold."""
-        return content_digest(self.page_size, *self._tree.path_key(holding.node))
+        return content_digest(self.page_size, *self._tree.path_key(block_table.node))
 
     @property
     def locks(self) -> int:
         """How many sequences, leases and copies hold pages."""
-        return len(self._holdings)
+        return len(self._block_tables)
 
     def observe(self, observer: TreeObserver | None, before: TreeObserver | None = None) -> None:
         """See PrefixTree.observe."""
         self._tree.observe(observer, before)
 
-    def lacking(self, holding: BlockTable, rows: int) -> int:
+    def lacking(self, block_table: BlockTable, rows: int) -> int:
         """Pages that `extend` to `rows` page indexes would take."""
-        begin = len(holding)
-        pairs = zip(self.groups, holding.dropped, strict=True)
+        begin = len(block_table)
+        pairs = zip(self.groups, block_table.dropped, strict=True)
         return sum(len(group.spec.takes(max(begin, dropped), rows)) for group, dropped in pairs)
 
-    def extend(self, holding: BlockTable, rows: int) -> int:
+    def extend(self, block_table: BlockTable, rows: int) -> int:
         """Extends the page tables to `rows` page indexes, evicting cached pages where too few are free.
         Returns the number of pages taken: a group takes none for indexes that it has dropped, and those of
         the others that its spec names.
 
         Raises OutOfPages, having changed nothing, when that is not enough.
         """
-        self._require_held(holding)
-        begin, count = len(holding), self.lacking(holding, rows)
+        self._require_held(block_table)
+        begin, count = len(block_table), self.lacking(block_table, rows)
         if count > self.available:
             raise OutOfPages(
                 f"{count} pages wanted, {self._allocator.free} free, {self._tree.evictable} evictable"
@@ -168,42 +168,42 @@ class KvCacheManager:
         if count > self._allocator.free:
             self._allocator.drop_cached(self._tree.evict(count - self._allocator.free))
         pages = self._allocator.take(count)
-        holding.owned.update(pages)
-        for table, group, dropped in zip(holding.tables, self.groups, holding.dropped, strict=True):
+        block_table.owned.update(pages)
+        for table, group, dropped in zip(block_table.tables, self.groups, block_table.dropped, strict=True):
             taken = len(group.spec.takes(max(begin, dropped), rows))
             table += [NO_PAGE] * (rows - begin - taken)
             table += pages[:taken]
             del pages[:taken]
-        holding.changed()
+        block_table.changed()
         return count
 
-    def drop(self, holding: BlockTable, position: int) -> int:
+    def drop(self, block_table: BlockTable, position: int) -> int:
         """No later row of the sequence begins before `position`, and all steps that begin there have retired:
         gives up the pages that it no longer keeps. They are freed, or stay cached.
-        Returns by how much `available` has grown. Does nothing while the holding is pinned."""
-        self._require_held(holding)
-        if holding.pins:
+        Returns by how much `available` has grown. Does nothing while the block table is pinned."""
+        self._require_held(block_table)
+        if block_table.pins:
             return 0
         before = self.available
         for i, group in self._windows:
-            table, dropped = holding.tables[i], holding.dropped[i]
+            table, dropped = block_table.tables[i], block_table.dropped[i]
             first = min(group.spec.keeps(position, self.page_size), len(table))
             if first > dropped:
-                self._leave(holding, table[dropped:first])
+                self._leave(block_table, table[dropped:first])
                 table[dropped:first] = [NO_PAGE] * (first - dropped)
-                holding.dropped[i] = first
-                holding.changed()
+                block_table.dropped[i] = first
+                block_table.changed()
         return self.available - before
 
-    def _leave(self, holding: BlockTable, pages: Sequence[int]) -> None:
+    def _leave(self, block_table: BlockTable, pages: Sequence[int]) -> None:
         """Gives up these pages of a window group."""
-        owned = holding.owned.intersection(pages)
+        owned = block_table.owned.intersection(pages)
         self._allocator.give_back(owned)
-        holding.owned -= owned
+        block_table.owned -= owned
         self._tree.windows.unreference([page for page in pages if page != NO_PAGE and page not in owned])
 
     def commit(
-        self, holding: BlockTable, tokens: TokenKey, namespace: str = "", spare: int | None = None
+        self, block_table: BlockTable, tokens: TokenKey, namespace: str = "", spare: int | None = None
     ) -> None:
         """Inserts into the tree the full pages that `tokens`, the sequence from its start, cover.
 
@@ -211,64 +211,64 @@ class KvCacheManager:
         as the sequence grows. Pages that the tree holds already under other ids stay owned, and those of the
         tree are locked: `available` falls by as many of them as nobody had locked. Where these are more than
         `spare`, nothing is inserted now. None: whatever it takes.
-        Raises ValueError when the page table is shorter than the tokens or the namespace not the holding's.
+        Raises ValueError when the page table is shorter than the tokens or the namespace not the table's.
         """
-        self._require_held(holding)
-        if namespace != holding.namespace:
-            raise ValueError(f"held in namespace {holding.namespace!r}, committed in {namespace!r}")
+        self._require_held(block_table)
+        if namespace != block_table.namespace:
+            raise ValueError(f"held in namespace {block_table.namespace!r}, committed in {namespace!r}")
         end = self._tree.whole_rows(tokens)
-        if end > len(holding):
-            raise ValueError(f"{end} pages of tokens for a page table of {len(holding)} pages")
-        rows = list(zip(*(table[holding.committed : end] for table in holding.tables), strict=True))
+        if end > len(block_table):
+            raise ValueError(f"{end} pages of tokens for a page table of {len(block_table)} pages")
+        rows = list(zip(*(table[block_table.committed : end] for table in block_table.tables), strict=True))
         if not rows:
             return
         for row in rows:
             for page in row:
-                if page not in holding.owned and page != NO_PAGE:
-                    raise AccountingError(f"page {page} is not owned by its holding and cannot be cached")
+                if page not in block_table.owned and page != NO_PAGE:
+                    raise AccountingError(f"page {page} is not owned by its block table and cannot be cached")
         stride = self._tree.row_bytes if isinstance(tokens, bytes) else self.page_size
-        fresh = tokens[holding.committed * stride :]
+        fresh = tokens[block_table.committed * stride :]
         if spare is not None:
-            unlocked = self._tree.unlocked_rows(fresh, len(rows), namespace, holding.node)
+            unlocked = self._tree.unlocked_rows(fresh, len(rows), namespace, block_table.node)
             if unlocked * self._tree.full_groups > spare:
                 return
-        # Unlocked first, so that the tree may extend a node that no other holding has locked.
-        self._tree.unlock(holding.node)
+        # Unlocked first, so that the tree may extend a node that no other block table has locked.
+        self._tree.unlock(block_table.node)
         try:
-            holding.node, taken = self._tree.insert(fresh, rows, namespace, after=holding.node)
-            first, holding.committed = holding.committed, end
+            block_table.node, taken = self._tree.insert(fresh, rows, namespace, after=block_table.node)
+            first, block_table.committed = block_table.committed, end
         finally:
-            self._tree.lock(holding.node)
+            self._tree.lock(block_table.node)
         self._allocator.to_cached(taken)
         cached = set(taken)
-        holding.owned -= cached
+        block_table.owned -= cached
         for i, _ in self._windows:
-            self._tree.windows.reference([p for p in holding.tables[i][first:end] if p in cached])
+            self._tree.windows.reference([p for p in block_table.tables[i][first:end] if p in cached])
 
-    def pin(self, holding: BlockTable) -> None:
-        """A lease on the holding or a pull into it begins."""
-        self._require_held(holding)
-        holding.pins += 1
+    def pin(self, block_table: BlockTable) -> None:
+        """A lease on the block table or a pull into it begins."""
+        self._require_held(block_table)
+        block_table.pins += 1
 
-    def unpin(self, holding: BlockTable) -> None:
+    def unpin(self, block_table: BlockTable) -> None:
         """A lease or pull has ended; a pull ends when its transport has reported completion."""
-        if holding.pins == 0:
-            raise AccountingError("a holding was unpinned more often than pinned")
-        holding.pins -= 1
-        if holding.release_step is not None and holding.release_step <= self._retired:
-            self._free(holding)
+        if block_table.pins == 0:
+            raise AccountingError("a block table was unpinned more often than pinned")
+        block_table.pins -= 1
+        if block_table.release_step is not None and block_table.release_step <= self._retired:
+            self._free(block_table)
 
-    def release(self, holding: BlockTable, after_step: int) -> None:
-        """Gives the holding up, exactly once. Its pages are freed when step `after_step`, the last launched
-        one that uses them, has retired and the last pin is gone, perhaps at once. Step 0 is before every
-        step."""
-        self._require_held(holding)
-        holding.release_step = after_step
+    def release(self, block_table: BlockTable, after_step: int) -> None:
+        """Gives the block table up, exactly once. Its pages are freed when step `after_step`, the last
+        launched one that uses them, has retired and the last pin is gone, perhaps at once. Step 0 is before
+        every step."""
+        self._require_held(block_table)
+        block_table.release_step = after_step
         self._pending += 1
-        if holding.release_step <= self._retired:
-            self._free(holding)
+        if block_table.release_step <= self._retired:
+            self._free(block_table)
         else:
-            heapq.heappush(self._waiting, (holding.release_step, next(self._serials), holding))
+            heapq.heappush(self._waiting, (block_table.release_step, next(self._serials), block_table))
 
     def retire(self, step: int) -> None:
         """This step and all earlier ones have retired: performs the releases that waited for them."""
@@ -276,33 +276,35 @@ class KvCacheManager:
         while self._waiting and self._waiting[0][0] <= self._retired:
             self._free(heapq.heappop(self._waiting)[2])
 
-    def withdraw(self, holding: BlockTable) -> None:
+    def withdraw(self, block_table: BlockTable) -> None:
         """What the tree holds of this sequence is damaged: nobody finds it, or what follows it, any more."""
-        if self.tier is not None and holding.committed:
-            first = self._tree.path_of(holding.node)[1][: self._tree.row_bytes]
-            self.tier.withdraw(holding.namespace, first)
-        self._tree.withdraw(holding.node)
+        if self.tier is not None and block_table.committed:
+            first = self._tree.path_of(block_table.node)[1][: self._tree.row_bytes]
+            self.tier.withdraw(block_table.namespace, first)
+        self._tree.withdraw(block_table.node)
 
     def withdraw_prefix(self, first: bytes, namespace: str) -> None:
         """Withdraws all that begins with a page of these tokens, 4 bytes each."""
         self._tree.withdraw_prefix(first, namespace)
 
-    def quarantine(self, holding: BlockTable, pages: Iterable[int]) -> None:
-        """Withdraws owned pages of the holding: something may still write them. Possible until a released
-        holding's last `unpin`; pages that have not been recovered by then are lost."""
+    def quarantine(self, block_table: BlockTable, pages: Iterable[int]) -> None:
+        """Withdraws owned pages of the block table: something may still write them. Possible until a released
+        block table's last `unpin`; pages that have not been recovered by then are lost."""
         withdrawn = list(pages)
         for page in withdrawn:
-            if page not in holding.owned:
-                raise AccountingError(f"page {page} is not owned by its holding and cannot be quarantined")
+            if page not in block_table.owned:
+                raise AccountingError(
+                    f"page {page} is not owned by its block table and cannot be quarantined"
+                )
         self._allocator.quarantine(withdrawn)
-        holding.owned.difference_update(withdrawn)
+        block_table.owned.difference_update(withdrawn)
 
-    def recover(self, holding: BlockTable, pages: Iterable[int]) -> None:
-        """Nothing writes these quarantined pages any more: they are the holding's again. Before its last
+    def recover(self, block_table: BlockTable, pages: Iterable[int]) -> None:
+        """Nothing writes these quarantined pages any more: they are the block table's again. Before its last
         `unpin`."""
         found = list(pages)
         self._allocator.recover(found)
-        holding.owned.update(found)
+        block_table.owned.update(found)
 
     @property
     def available(self) -> int:
@@ -339,7 +341,7 @@ class KvCacheManager:
         return self._tree.pages()
 
     def check(self, idle: bool = False) -> None:
-        """Compares allocator, tree and holdings, O(pages). Raises AccountingError.
+        """Compares allocator, tree and block tables, O(pages). Raises AccountingError.
 
         `idle`: also that nothing is held, locked or waiting, so that free + cached + quarantined = total.
         """
@@ -352,48 +354,50 @@ class KvCacheManager:
             self._tree.cached == counts.cached,
             f"{counts.cached} cached pages, {self._tree.cached} in the tree",
         )
-        owned = [page for holding in self._holdings for page in holding.owned]
+        owned = [page for block_table in self._block_tables for page in block_table.owned]
         wrong = [page for page in owned if state(page) is not PageState.OWNED]
-        require(not wrong, f"pages {wrong} of holdings are not owned")
+        require(not wrong, f"pages {wrong} of block tables are not owned")
         require(
             len(owned) == counts.owned == len(set(owned)), f"{counts.owned} owned pages, {len(owned)} held"
         )
         require(
-            self._tree.locks == len(self._holdings),
-            f"{self._tree.locks} locks, {len(self._holdings)} holdings",
+            self._tree.locks == len(self._block_tables),
+            f"{self._tree.locks} locks, {len(self._block_tables)} block tables",
         )
-        used = Counter(page for holding in self._holdings for page in self._referenced(holding))
+        used = Counter(page for block_table in self._block_tables for page in self._referenced(block_table))
         require(
             used == self._tree.windows.references,
-            "window pages of holdings are not those kept",
+            "window pages of block tables are not those kept",
         )
-        released = sum(holding.released for holding in self._holdings)
-        require(released == self._pending, f"{self._pending} releases pending, {released} holdings released")
+        released = sum(block_table.released for block_table in self._block_tables)
+        require(
+            released == self._pending, f"{self._pending} releases pending, {released} block tables released"
+        )
         if idle:
-            require(not self._holdings, f"{len(self._holdings)} holdings at idle")
+            require(not self._block_tables, f"{len(self._block_tables)} block tables at idle")
             require(counts.owned == 0, f"{counts.owned} pages owned at idle")
 
-    def _free(self, holding: BlockTable) -> None:
-        if holding.pins:
+    def _free(self, block_table: BlockTable) -> None:
+        if block_table.pins:
             return
-        self._tree.windows.unreference(self._referenced(holding))
-        self._tree.unlock(holding.node)
-        self._allocator.give_back(holding.owned)
-        holding.owned.clear()
-        self._holdings.remove(holding)
+        self._tree.windows.unreference(self._referenced(block_table))
+        self._tree.unlock(block_table.node)
+        self._allocator.give_back(block_table.owned)
+        block_table.owned.clear()
+        self._block_tables.remove(block_table)
         self._pending -= 1
 
-    def _referenced(self, holding: BlockTable) -> list[int]:
-        """The tree's pages of window groups that the holding uses."""
+    def _referenced(self, block_table: BlockTable) -> list[int]:
+        """The tree's pages of window groups that the block table uses."""
         return [
             page
             for i, _ in self._windows
-            for page in holding.tables[i][holding.dropped[i] : holding.committed]
-            if page != NO_PAGE and page not in holding.owned
+            for page in block_table.tables[i][block_table.dropped[i] : block_table.committed]
+            if page != NO_PAGE and page not in block_table.owned
         ]
 
-    def _require_held(self, holding: BlockTable) -> None:
-        if holding.released:
-            raise AccountingError("a holding was used after its release, or released twice")
-        if holding not in self._holdings:
-            raise AccountingError("a holding of another cache")
+    def _require_held(self, block_table: BlockTable) -> None:
+        if block_table.released:
+            raise AccountingError("a block table was used after its release, or released twice")
+        if block_table not in self._block_tables:
+            raise AccountingError("a block table of another cache")

@@ -286,12 +286,12 @@ class SimCluster:
         def take() -> None:
             scheduler = worker.scheduler
             count = min(fault.value, scheduler.reservations.headroom) // len(scheduler.cache.groups)
-            holding = scheduler.cache.hold(())
-            scheduler.cache.extend(holding, max(0, count))
-            self.world.at(fault.seconds, worker.step_thread, lambda: give_back(holding))
+            block_table = scheduler.cache.hold(())
+            scheduler.cache.extend(block_table, max(0, count))
+            self.world.at(fault.seconds, worker.step_thread, lambda: give_back(block_table))
 
-        def give_back(holding: BlockTable) -> None:
-            worker.scheduler.cache.release(holding, 0)
+        def give_back(block_table: BlockTable) -> None:
+            worker.scheduler.cache.release(block_table, 0)
 
         self.world.at(0.0, worker.step_thread, take)
 

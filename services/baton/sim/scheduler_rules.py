@@ -40,7 +40,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def _wrong(scheduler: Scheduler, sequence: Sequence, leads: bool) -> str:
     """`leads`: it is not one that will fork from another, which is not scheduled and holds its slot only."""
-    phase, holding = sequence.phase, sequence.holding
+    phase, block_table = sequence.phase, sequence.block_table
     queues: dict[SequencePhase, Iterable[Sequence]] = {
         SequencePhase.WAITING: scheduler.waiting,
         SequencePhase.PROMPT: scheduler.prompts,
@@ -55,12 +55,12 @@ def _wrong(scheduler: Scheduler, sequence: Sequence, leads: bool) -> str:
     if sequence.reserved < 0 or (sequence.reserved and not (phase in _WITH_SLOT and leads)):
         return f"{sequence.reserved} pages reserved"
     if phase not in (*_WITH_SLOT, SequencePhase.LEASED) or not leads:
-        if holding is not None:
+        if block_table is not None:
             return "pages are held"
     elif phase in _COMPUTED_HERE:
-        if holding is None or len(holding) < scheduler.rows(sequence.computed):
+        if block_table is None or len(block_table) < scheduler.rows(sequence.computed):
             return "pages are lacking"
-        if holding.committed * scheduler.cache.page_size > sequence.retired:
+        if block_table.committed * scheduler.cache.page_size > sequence.retired:
             return "pages are in the tree that are not final"
     counts = (sequence.retired, sequence.computed, len(sequence.tokens) + sequence.unread)
     if sequence.unread < 0 or sorted(counts) != list(counts):

@@ -334,7 +334,7 @@ class Worker(SimProcess, WorkerShell[C]):
         namespaces = {page: namespace for namespace, page in self.cache.cached_pages()}
         for request in self.scheduler.requests.values():
             for sequence in request.sequences:
-                tables = sequence.holding.tables if sequence.holding is not None else []
+                tables = sequence.block_table.tables if sequence.block_table is not None else []
                 cached = (page for table in tables for page in table if page in namespaces)
                 if any(namespaces[page] != request.namespace for page in cached):
                     raise Violation(f"namespaces: {self.who} uses pages of another one for {request.key}")

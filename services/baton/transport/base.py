@@ -201,10 +201,10 @@ def pieces_of(targets: Sequence[ByteRange], sources: Sequence[ByteRange]) -> lis
     pieces = []
     for number, (at, end) in enumerate(targets):
         while at < end:
-            holding = [(s[1], -i) for i, s in enumerate(sources) if s[0] <= at < s[1]]
-            if not holding:
+            covering = [(s[1], -i) for i, s in enumerate(sources) if s[0] <= at < s[1]]
+            if not covering:
                 raise TransportError(f"byte {at} of a page lies in none of {len(sources)} parts")
-            until, source = max(holding)
+            until, source = max(covering)
             pieces.append(Piece(number, -source, at, min(end, until)))
             at = until
     return pieces

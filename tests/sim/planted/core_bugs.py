@@ -212,8 +212,8 @@ def _(take: Wrong, allocator: PageAllocator, count: int) -> list[int]:
     KvCacheManager,
     "release",
 )
-def _(release: Wrong, cache: KvCacheManager, holding: BlockTable, after_step: int) -> None:
-    release(cache, holding, 0)
+def _(release: Wrong, cache: KvCacheManager, block_table: BlockTable, after_step: int) -> None:
+    release(cache, block_table, 0)
 
 
 @bug("row-reuse", "a batch slot is reused before its step has retired", 25, BatchSlots, "give_back")
@@ -254,8 +254,8 @@ def _(usable: Wrong, pages: WindowPages, rows: Sequence[PageRow], position: int 
 def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     step: Step | None = plan(scheduler)
     for record in step.records if step is not None else ():
-        if record.sequence.holding is not None:
-            scheduler.cache.drop(record.sequence.holding, record.end)
+        if record.sequence.block_table is not None:
+            scheduler.cache.drop(record.sequence.block_table, record.end)
     return step
 
 
@@ -267,9 +267,9 @@ def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     "_leave",
     seed=3,
 )
-def _(leave: Wrong, cache: KvCacheManager, holding: BlockTable, pages: Sequence[int]) -> None:
-    cached = [page for page in pages if page not in holding.owned]
-    leave(cache, holding, pages)
+def _(leave: Wrong, cache: KvCacheManager, block_table: BlockTable, pages: Sequence[int]) -> None:
+    cached = [page for page in pages if page not in block_table.owned]
+    leave(cache, block_table, pages)
     cache._allocator.drop_cached(cached)
 
 

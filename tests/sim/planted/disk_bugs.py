@@ -57,5 +57,5 @@ def _(write: Wrong, tier: DiskTier, namespace: str, key: bytes) -> None:
     write(tier, namespace, key)
     if tier._writing:
         *_, job = tier._running.values()
-        tier._cache.release(job.holding, 0)
-        job.holding = tier._cache.hold((), namespace)
+        tier._cache.release(job.block_table, 0)
+        job.block_table = tier._cache.hold((), namespace)

@@ -60,8 +60,8 @@ def _(take: Wrong, scheduler: Scheduler, sequence: Sequence, token: int, logprob
 def _(commit: Wrong, scheduler: Scheduler, record: Record, row: RowResult) -> None:
     commit(scheduler, record, row)
     sequence = record.sequence
-    if record.drafts and scheduler.cache.has_windows and sequence.holding is not None:
-        scheduler.cache.drop(sequence.holding, record.end)
+    if record.drafts and scheduler.cache.has_windows and sequence.block_table is not None:
+        scheduler.cache.drop(sequence.block_table, record.end)
 
 
 @bug("last-draft", "drafts are accepted one too far", 50, Scheduler, "commit", seed=25)

@@ -36,8 +36,12 @@ def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
     for record in step.records if step is not None and tier is not None else ():
         sequence, size = record.sequence, scheduler.cache.page_size
         assert tier is not None
-        if tier._demotion is None and sequence.holding is not None and sequence.phase is SequencePhase.PROMPT:
-            rows = list(zip(*sequence.holding.tables, strict=True))[: record.end // size]
+        if (
+            tier._demotion is None
+            and sequence.block_table is not None
+            and sequence.phase is SequencePhase.PROMPT
+        ):
+            rows = list(zip(*sequence.block_table.tables, strict=True))[: record.end // size]
             if rows and not any(NO_PAGE in row for row in rows):
                 key = scheduler.cache.encode(sequence.tokens[: len(rows) * size])
                 tier._demote_path(sequence.request.namespace, key, rows)

@@ -22,13 +22,13 @@ def _(stops: Wrong, start: int, end: int, page_size: int) -> list[int]:
 
 
 @bug("state-overwritten", "steps go on in the page of a snapshot", 25, KvCacheManager, "extend", seed=3)
-def _(extend: Wrong, cache: KvCacheManager, holding: BlockTable, rows: int) -> int:
+def _(extend: Wrong, cache: KvCacheManager, block_table: BlockTable, rows: int) -> int:
     """The snapshot stays where it was, too."""
-    before = len(holding)
-    taken: int = extend(cache, holding, rows)
-    for group, table in zip(cache.groups, holding.tables, strict=True):
+    before = len(block_table)
+    taken: int = extend(cache, block_table, rows)
+    for group, table in zip(cache.groups, block_table.tables, strict=True):
         if isinstance(group.spec, State) and 0 < before < len(table) and table[before - 1] != NO_PAGE:
-            holding.owned.discard(table[-1])
+            block_table.owned.discard(table[-1])
             cache._allocator.give_back([table[-1]])
             table[-1] = table[before - 1]
     return taken
@@ -65,9 +65,9 @@ def _(
 )
 def _(vacate: Wrong, state: SchedulerState, sequence: Sequence) -> None:
     """As if its page were full."""
-    holding = sequence.holding
-    if holding is not None and sequence.retired:
-        sequence.retired = min(len(sequence.tokens), len(holding) * state.cache.page_size)
+    block_table = sequence.block_table
+    if block_table is not None and sequence.retired:
+        sequence.retired = min(len(sequence.tokens), len(block_table) * state.cache.page_size)
     vacate(state, sequence)
 
 

@@ -275,10 +275,14 @@ class HeadDrafter(PagedDrafter):
     def _keep(self, state: HeadState, pairs: int) -> None:
         """Later sequences may find the first `pairs` pairs, if none of them is left out."""
         kv = state.kv
-        if kv is None or state.pairs != pairs or pairs // self.slots.cache.page_size <= kv.holding.committed:
+        if (
+            kv is None
+            or state.pairs != pairs
+            or pairs // self.slots.cache.page_size <= kv.block_table.committed
+        ):
             return
         tokens, namespace = _key(state.sequence, pairs + 1)
-        if namespace == kv.holding.namespace:
+        if namespace == kv.block_table.namespace:
             self.slots.keep(kv, tokens, pairs)
 
     @staticmethod

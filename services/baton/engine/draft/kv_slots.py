@@ -21,7 +21,7 @@ class DraftKv:
 
     slot: int
     """-1: it has made room for others."""
-    holding: BlockTable
+    block_table: BlockTable
     written: list[int] = field(default_factory=list)
     """Tokens whose keys and values the pages hold, drafts among them."""
     agreed: int = 0
@@ -34,12 +34,12 @@ class DraftKv:
     @property
     def found(self) -> int:
         """Leading page indexes that were kept from earlier sequences."""
-        return self.holding.shared
+        return self.block_table.shared
 
     @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
         """The page table of each KV group."""
-        return self.holding.page_tables()
+        return self.block_table.page_tables()
 
     def agree(self, tokens: Sequence[int]) -> int:
         """How many of the tokens are written; forgets what is written behind them."""
@@ -84,35 +84,35 @@ class DraftKvSlots:
             if not self._free and not self._make_room(step):
                 return None
             size = self.cache.page_size
-            holding = self.cache.hold(tokens, namespace, max(0, len(tokens) - last) // size)
-            kv = DraftKv(self._free.pop(), holding, list(tokens[: len(holding) * size]))
+            block_table = self.cache.hold(tokens, namespace, max(0, len(tokens) - last) // size)
+            kv = DraftKv(self._free.pop(), block_table, list(tokens[: len(block_table) * size]))
         self._kept.pop(kv, None)
         self._kept[kv] = None
         kv.used, kv.guess = step, []
-        rows = max(len(kv.holding), -(-room // self.cache.page_size))
-        while self.cache.lacking(kv.holding, rows) > self.cache.available:
+        rows = max(len(kv.block_table), -(-room // self.cache.page_size))
+        while self.cache.lacking(kv.block_table, rows) > self.cache.available:
             if not self._make_room(step):
                 return None
-        self.cache.extend(kv.holding, rows)
+        self.cache.extend(kv.block_table, rows)
         return kv
 
     def keep(self, kv: DraftKv, tokens: Sequence[int], count: int) -> None:
         """Keys and values of the sequence's first `count` tokens are in its pages for good."""
-        if count // self.cache.page_size > kv.holding.committed:
-            self.cache.commit(kv.holding, tokens[:count], kv.holding.namespace)
+        if count // self.cache.page_size > kv.block_table.committed:
+            self.cache.commit(kv.block_table, tokens[:count], kv.block_table.namespace)
 
     def lend(self, kv: DraftKv) -> BlockTable:
         """Gives up its slot; its pages are the caller's to release."""
         self._free.append(kv.slot)
         kv.slot = -1
         del self._kept[kv]
-        return kv.holding
+        return kv.block_table
 
     def drop(self, kv: DraftKv, damaged: bool = False) -> None:
         """Gives up its slot, if it has one, and its pages. `damaged`: nobody may find these any more."""
         if kv.slot >= 0:
             if damaged:
-                self.cache.withdraw(kv.holding)
+                self.cache.withdraw(kv.block_table)
             self.cache.release(self.lend(kv), 0)
 
     def check(self) -> None:

@@ -107,10 +107,10 @@ class DraftPlanner:
 
     def _with_pages(self, sequence: TokenSequence, drafts: Drafts) -> Drafts:
         """The drafts for which there are pages."""
-        assert sequence.holding is not None
+        assert sequence.block_table is not None
         end = sequence.computed + 1 - sequence.drafted
         self._extend(sequence, -(-(end + len(drafts)) // self._page_size))
-        drafts = drafts[: len(sequence.holding) * self._page_size - end]
+        drafts = drafts[: len(sequence.block_table) * self._page_size - end]
         return drafts if len(drafts) > sequence.drafted else ()
 
     def observe(self, sequence: TokenSequence, hidden: torch.Tensor, end: int) -> None:

@@ -98,16 +98,16 @@ def _reach(
     mass_high,
     target,
     held,
-    holding,
+    held_count,
     whole,
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
 ):
     """The least key at which the weight of what lies within reaches the target: it is in (low, high], weights
-    at both ends are given. `holding` keys are in `held`, all up to `whole` (-1: none).
+    at both ends are given. `held_count` keys are in `held`, all up to `whole` (-1: none).
 
-    Yields the key, count and mass within it, `holding` and `whole`.
+    Yields the key, count and mass within it, `held_count` and `whole`.
     """
     while (high - low > 1) & (count_high > HELD) & (count_high - count_low > HELD):
         first = (low == -1) & (high > _HALF)
@@ -171,13 +171,13 @@ def _reach(
                 whole = high
             else:
                 whole = tl.full((), -1, tl.int32)
-            holding = _gather(logits, peak, temperature, vocab, low, high, held, BLOCK=BLOCK)
+            held_count = _gather(logits, peak, temperature, vocab, low, high, held, BLOCK=BLOCK)
         else:
             low = tl.full((), -1, tl.int32)
             count_low = tl.full((), 0, tl.int32)
             mass_low = tl.full((), 0.0, tl.float32)
         at = tl.arange(0, HELD)
-        keys = tl.load(held + at, mask=at < holding, other=-1, cache_modifier=".cg")
+        keys = tl.load(held + at, mask=at < held_count, other=-1, cache_modifier=".cg")
         there = keys >= 0
         masses = tl.where(there, tl.exp(-keys.to(tl.float32, bitcast=True)), 0.0)
         base = low
@@ -195,7 +195,7 @@ def _reach(
         inside = there & (keys <= high) & (keys > base)
         count_high = count_low + tl.sum(inside.to(tl.int32), 0)
         mass_high = mass_low + tl.sum(tl.where(inside, masses, 0.0), 0)
-    return high, count_high, mass_high, holding, whole
+    return high, count_high, mass_high, held_count, whole
 
 
 @triton.jit
@@ -244,9 +244,9 @@ def _limit(logits, peak, temperature, vocab, k, p, by_k, held, BLOCK: tl.constex
     nothing = tl.full((), 0.0, tl.float32)
     high = tl.full((), _INFINITE, tl.int32)
     count = tl.full((), 0, tl.int32) + vocab
-    holding, whole, mass = zero, none, nothing
+    held_count, whole, mass = zero, none, nothing
     if by_k:
-        high, count, mass, holding, whole = _reach(
+        high, count, mass, held_count, whole = _reach(
             logits,
             peak,
             temperature,
@@ -259,7 +259,7 @@ def _limit(logits, peak, temperature, vocab, k, p, by_k, held, BLOCK: tl.constex
             mass,
             k.to(tl.float32),
             held,
-            holding,
+            held_count,
             whole,
             BY_MASS=False,
             BLOCK=BLOCK,
@@ -270,7 +270,7 @@ def _limit(logits, peak, temperature, vocab, k, p, by_k, held, BLOCK: tl.constex
             _a, _b, _c, _d, _e, _f, _g, _h, mass = _weigh(
                 logits, peak, temperature, vocab, none, none, none, none, BLOCK=BLOCK
             )
-        high, count, mass, holding, whole = _reach(
+        high, count, mass, held_count, whole = _reach(
             logits,
             peak,
             temperature,
@@ -283,7 +283,7 @@ def _limit(logits, peak, temperature, vocab, k, p, by_k, held, BLOCK: tl.constex
             mass,
             p * mass,
             held,
-            holding,
+            held_count,
             whole,
             BY_MASS=True,
             BLOCK=BLOCK,

@@ -68,9 +68,9 @@ class DraftPulls:
         part = slice(kv.found, rows)
         sources = [page for each in message.groups for page in each.pages[part]]
         generations = tuple(each for group in message.groups for each in group.generations[part])
-        targets = tuple(page for table in kv.holding.tables for page in table[part])
+        targets = tuple(page for table in kv.block_table.tables for page in table[part])
         due = now + self.pulls.seconds
-        pull = Pull(handoff, handoff.address, kv.holding, targets, [], generations, due)
+        pull = Pull(handoff, handoff.address, kv.block_table, targets, [], generations, due)
         number = handoff.drafts.pull = self.pulls.begin(pull)
         pairs = tuple(zip(sources, targets, strict=True))
         self._fetches.effects.append(StartPull(handoff.address, number, pairs, drafts=True))

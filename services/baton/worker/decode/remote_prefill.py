@@ -185,7 +185,7 @@ class RemotePrefill:
         return self.scheduler.adopt_cached(fetch.leader, fetch.tokens)
 
     def make_room(self, fetch: Handoff, rows: int) -> BlockTable | None:
-        return fetch.leader.holding if self.scheduler.extend(fetch.leader, rows) else None
+        return fetch.leader.block_table if self.scheduler.extend(fetch.leader, rows) else None
 
     def pull_changed(self, fetch: Handoff, kind: EventKind, pages: int, step: int, error: str | None) -> None:
         self.recording.pulled(kind, fetch.name, fetch.address, pages, step, error)

@@ -65,8 +65,8 @@ class Attempt(Lease):
 
     @property
     def tables(self) -> Sequence[Sequence[int]] | None:
-        holding = self.request.sequences[0].holding
-        return holding.tables if holding is not None and self.keep_pages else None
+        block_table = self.request.sequences[0].block_table
+        return block_table.tables if block_table is not None and self.keep_pages else None
 
     def free(self) -> None:
         if self.core.prompt_drafts is not None:
@@ -352,8 +352,8 @@ class PrefillCore:
         if len(attempt.first) < request.n:
             return
         self.counters.output_tokens += request.n
-        holding = request.sequences[0].holding
-        self.leases.complete(attempt, holding.held if holding is not None else 0, now)
+        block_table = request.sequences[0].block_table
+        self.leases.complete(attempt, block_table.held if block_table is not None else 0, now)
         first = FirstSampled(
             attempt.name,
             tuple(attempt.first),

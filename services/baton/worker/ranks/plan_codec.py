@@ -90,7 +90,7 @@ class PlanEncoder:
             return [self._row(row) for row in rows], []
         changes = []
         for at, row in enumerate(rows):
-            # Tables that have not changed are mostly the same object: see Holding.page_tables.
+            # Tables that have not changed are mostly the same object: see BlockTable.page_tables.
             if self._sent.get(row.slot) is not row.tables:
                 found = self._changed(row)
                 if found is not None:

@@ -64,7 +64,7 @@ class Borrowing(Fetch):
     """Seconds of computing that it was to save; None: not known."""
     tokens: int = 0
     """Tokens whose pages are lent; 0: there is no answer yet."""
-    holding: BlockTable | None = None
+    block_table: BlockTable | None = None
     pulled: int = 0
     """Pages that have come."""
 
@@ -271,12 +271,12 @@ class Borrower:
         if chunk.content != content_digest(size, namespace, self._cache.encode(known)):
             self.fetches.lose(borrowing, "OTHER_TOKENS", "the pages that are lent hold other tokens", now)
             return
-        holding = self._cache.hold(known, namespace, rows, position=tokens)
-        if self._scheduler.reservations.headroom < self._cache.lacking(holding, rows):
-            self._cache.release(holding, 0)
+        block_table = self._cache.hold(known, namespace, rows, position=tokens)
+        if self._scheduler.reservations.headroom < self._cache.lacking(block_table, rows):
+            self._cache.release(block_table, 0)
             self.fetches.lose(borrowing, "NO_PAGES", "the pages here are promised to other prompts", now)
             return
-        borrowing.holding, borrowing.tokens = holding, tokens
+        borrowing.block_table, borrowing.tokens = block_table, tokens
         borrowing.expect(rows, begins)
         saves = borrowing.saves
         limit = UNKNOWN_PULL_SECONDS if saves is None else max(LEAST_PULL_SECONDS, 2 * saves)
@@ -286,15 +286,15 @@ class Borrower:
     # --- FetchCore ----------------------------------------------------------------------------------------
 
     def adopt_cached(self, fetch: Borrowing) -> int:
-        assert fetch.holding is not None
-        return len(fetch.holding)
+        assert fetch.block_table is not None
+        return len(fetch.block_table)
 
     def make_room(self, fetch: Borrowing, rows: int) -> BlockTable | None:
-        assert fetch.holding is not None
-        if self._scheduler.reservations.headroom < self._cache.lacking(fetch.holding, rows):
+        assert fetch.block_table is not None
+        if self._scheduler.reservations.headroom < self._cache.lacking(fetch.block_table, rows):
             return None
-        self._cache.extend(fetch.holding, rows)
-        return fetch.holding
+        self._cache.extend(fetch.block_table, rows)
+        return fetch.block_table
 
     def pull_changed(
         self, fetch: Borrowing, kind: EventKind, pages: int, step: int, error: str | None
@@ -309,7 +309,7 @@ class Borrower:
         fetch.pulled += pages
 
     def arrived(self, fetch: Borrowing) -> None:
-        assert fetch.holding is not None
+        assert fetch.block_table is not None
         now = self._recorder.clock()
         if fetch.pulled:
             tokens = fetch.pulled * self._cache.page_size // len(self._cache.groups)
@@ -317,8 +317,8 @@ class Borrower:
             self._measured = now
         spare = max(0, self._scheduler.reservations.headroom)
         namespace = fetch.request.namespace
-        self._cache.commit(fetch.holding, fetch.prompt[: fetch.tokens], namespace, spare)
-        fetch.request.borrowed += fetch.tokens - fetch.holding.shared * self._cache.page_size
+        self._cache.commit(fetch.block_table, fetch.prompt[: fetch.tokens], namespace, spare)
+        fetch.request.borrowed += fetch.tokens - fetch.block_table.shared * self._cache.page_size
         self._give_up(fetch)
 
     def lost(self, fetch: Borrowing, reason: str, message: str, told: float | None) -> None:
@@ -332,5 +332,5 @@ class Borrower:
         wanted = self._wanted.get(borrowing.request)
         if wanted is not None:
             wanted.running = None
-        if borrowing.holding is not None:
-            self._cache.release(borrowing.holding, 0)
+        if borrowing.block_table is not None:
+            self._cache.release(borrowing.block_table, 0)

@@ -22,7 +22,7 @@ class CacheLease(Lease):
     """Cached pages, locked in the tree. Nobody writes them any more."""
 
     cache: KvCacheManager
-    holding: BlockTable
+    block_table: BlockTable
 
     @property
     def importance(self) -> tuple[int, int]:
@@ -30,10 +30,10 @@ class CacheLease(Lease):
 
     @property
     def tables(self) -> Sequence[Sequence[int]]:
-        return self.holding.tables
+        return self.block_table.tables
 
     def free(self) -> None:
-        self.cache.release(self.holding, 0)
+        self.cache.release(self.block_table, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,23 +111,23 @@ class CacheLender:
             tokens=rows * size,
             deadline=now + LEND_SECONDS,
             cache=cache,
-            holding=cache.hold(key, namespace, rows, position=rows * size),
+            block_table=cache.hold(key, namespace, rows, position=rows * size),
         )
         if self._scheduler.reservations.headroom < 0:
             lease.free()
             self._refuse(holder, name, "RESOURCE_EXHAUSTED", "NO_PAGES", "the pages are promised to prompts")
-        elif len(lease.holding) < rows or self._lacks(lease):
+        elif len(lease.block_table) < rows or self._lacks(lease):
             # A window group has given up what the last page border sees.
             lease.free()
             self._refuse(
                 holder, name, "NOT_FOUND", "NOTHING_CACHED", "the prompt is cached here only in part"
             )
         elif self.leases.begin(lease, now):
-            self.leases.announce(lease, lease.tokens, True, now, content=cache.content(lease.holding))
-            self.leases.complete(lease, lease.holding.held, now)
+            self.leases.announce(lease, lease.tokens, True, now, content=cache.content(lease.block_table))
+            self.leases.complete(lease, lease.block_table.held, now)
 
     def _lacks(self, lease: CacheLease) -> bool:
-        pairs = zip(lease.tables, lease.holding.dropped, strict=True)
+        pairs = zip(lease.tables, lease.block_table.dropped, strict=True)
         return any(NO_PAGE in table[dropped:] for table, dropped in pairs)
 
     def _refuse(self, holder: Hashable, name: AttemptName, code: str, reason: str, message: str) -> None:
