@@ -7,7 +7,7 @@ import random
 import pytest
 from test_scheduler import Engine, check_outputs, request
 
-from baton.engine.request import SequencePhase
+from baton.engine.request import FailedEvent, SequencePhase
 from baton.kvcache.page_allocator import PageState
 
 
@@ -132,6 +132,21 @@ def test_a_copy_keeps_its_page_and_slot_until_its_step_has_retired():
     assert engine.allocator.state(page) is not PageState.FREE and not engine.scheduler.slots.is_free(slot)
     engine.finish_step(step, flight)
     assert engine.allocator.state(page) is PageState.FREE and engine.scheduler.slots.is_free(slot)
+
+
+def test_choices_fail_with_the_step_that_was_to_copy_their_pages():
+    """Also if it has no row: they would go on from pages that nobody has written."""
+    engine = Engine()
+    r = request("a", range(10), n=2)
+    engine.scheduler.submit(r)
+    engine.turn()
+    r.paused = True
+    step = engine.scheduler.plan()
+    assert step.plan.copies and not step.plan.rows
+    engine.scheduler.fail_step(step, "no device")
+    failed = [event for event in engine.scheduler.take_events() if isinstance(event, FailedEvent)]
+    assert [event.reason for event in failed] == ["STEP_FAILED"]
+    assert not engine.scheduler.requests
 
 
 @pytest.mark.parametrize("lacking", [0, 1])

@@ -308,7 +308,8 @@ class Scheduler(SchedulerState):
     def fail_step(self, step: Step, message: str) -> None:
         """The step could not be executed: everything in it fails."""
         self.retire(step.plan.number, step.pinned)
-        for request in {id(r.sequence.request): r.sequence.request for r in step.records}.values():
+        failed = [*(record.sequence for record in step.records), *step.copied]
+        for request in {id(sequence.request): sequence.request for sequence in failed}.values():
             if self.requests.get(request.key) is request:
                 self.fail(request, "STEP_FAILED", message)
 

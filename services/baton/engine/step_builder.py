@@ -42,6 +42,8 @@ class Step:
     records: tuple[Record, ...]
     pinned: tuple[BlockTable, ...]
     """To be unpinned when the step has retired."""
+    copied: tuple[Sequence, ...] = ()
+    """Sequences whose pages the step copies; they need not have a row in it."""
 
 
 class StepBuilder:
@@ -121,7 +123,7 @@ class StepBuilder:
             copy.sequence.last_step = self.number
         pairs = tuple(pair for copy in copies for pair in copy.pairs)
         plan = StepPlan(self.number, tuple(self._rows), tuple(self._inits), pairs)
-        return Step(plan, tuple(self.records), pinned)
+        return Step(plan, tuple(self.records), pinned, tuple(copy.sequence for copy in copies))
 
     def _init_slot(self, sequence: Sequence, last_token: int | None) -> None:
         assert sequence.slot is not None
