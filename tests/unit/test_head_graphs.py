@@ -71,41 +71,70 @@ def head(checkpoint, tmp_path_factory):
     return load_eagle3(path, load_model(checkpoint, torch.float32, "cpu"))
 
 
-def run(checkpoint, head, prompts, params, *, graphs, most, pages=400, slots=16):
-    """Outputs, and of each draft asked for what is known and what follows."""
+def run(
+    checkpoint, head, prompts, params, *, graphs, most, pages=400, slots=16, behind=True, known=(), right=0
+):
+    """Outputs, of each draft asked for what is known and what follows, and the shapes of the head's graphs.
+    `behind`: it goes on behind steps that have not been read. `known`: outputs, of which `right` tokens and
+    then a wrong one take the place of the head's drafts."""
     pool = PagePool(PoolLayout.of(head.caches, 16, torch.float32), pages, torch.device("cpu"), spare=1)
     pool.raw.view(torch.float32).fill_(9.0)
     sizes = {"max_slots": slots, "vocab_size": VOCAB, "context_length": CONTEXT, "token_budget": 4096}
     drafter = HeadDrafter(head, pool, (PlainPagedAttention,) * 2, **sizes, graph_drafts=most * graphs)
     shapes, drafts = [], {}
     if graphs:
-        choose = drafter._graphs.run
-        drafter._graphs.run = lambda shape, rows: (shapes.append(shape), choose(shape, rows))[1]
+        choose = drafter._graphs._run
+        drafter._graphs._run = lambda shape, rows: (shapes.append(shape), choose(shape, rows))[1]
     draft = drafter.draft
 
     def kept(sequence, count):
         found = list(draft(sequence, count))
         drafts[sequence.request.key, len(sequence.tokens)] = found
+        if known:
+            at = len(sequence.tokens) - len(sequence.request.prompt)
+            own = known[sequence.request.key][at : at + right]
+            found = [*own, sequence.tokens[-1] ^ 1][:count]
         return found
 
     drafter.draft = kept
     runner, cache = make(checkpoint, "cpu", torch.float32)
     runner._tap = LAYERS
+    if behind:
+        runner.follow = drafter.follow
     options = {"overlap": False, "drafter": drafter, "draft_tokens": most, "budget": 40}
     return generate(runner, cache, prompts, params, **options), drafts, shapes
 
 
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("most", [3, 7])
-def test_drafts_are_those_of_single_passes(checkpoint, head, most):
+def test_drafts_are_those_of_single_passes(checkpoint, head, most, behind):
     """Greedy and by temperature; prompts in several chunks, rows that end in the middle of a page, rows of
     different lengths and number."""
     prompts = prompts_of(5, 37, 16, 60, 3)
     params = [SamplingParams(temperature=(0.0, 0.8)[i % 2], seed=i, max_tokens=9 + 3 * i) for i in range(5)]
     plain = run(checkpoint, head, prompts, params, graphs=False, most=most)
-    found = run(checkpoint, head, prompts, params, graphs=True, most=most)
+    found = run(checkpoint, head, prompts, params, graphs=True, most=most, behind=behind)
     assert found[0] == plain[0]
     assert found[1] == plain[1] and sum(map(len, found[1].values())) > 100
-    assert len(found[2]) > 20 and {shape.rows for shape in found[2]} >= {1, 8}
+    assert len(found[2]) > 20 and {shape.rows for shape in found[2]} >= {1, 4}
+
+
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_drafts_behind_right_ones_are_those_of_single_passes(checkpoint, head, right, monkeypatch):
+    """Whatever number of drafts turns out to be right, and where the row ends in a page."""
+    behind, begin = [], HeadGraphs.run_behind
+    monkeypatch.setattr(
+        HeadGraphs, "run_behind", lambda self, *args: (behind.append(len(args[1])), begin(self, *args))[1]
+    )
+    prompts = prompts_of(5, 37, 16, 60, 3)
+    params = [SamplingParams(temperature=(0.0, 0.8)[i % 2], seed=i, max_tokens=40) for i in range(5)]
+    known = run(checkpoint, head, prompts, params, graphs=False, most=1)[0]
+    options = {"most": 3, "known": known, "right": right}
+    plain = run(checkpoint, head, prompts, params, graphs=False, **options)
+    found = run(checkpoint, head, prompts, params, graphs=True, **options)
+    assert found[0] == plain[0] == known
+    assert found[1] == plain[1] and sum(map(len, found[1].values())) > 100
+    assert len(behind) > 8 and behind.count(5) > 4
 
 
 @pytest.mark.parametrize("limits", [{}, {"pages": 7}, {"slots": 3}])

@@ -76,6 +76,9 @@ class LaunchedStep:
     """[samples], with `right`: where those that are wanted begin."""
     right: torch.Tensor | None = None
     """int32 [samples], on the host: how many drafts were right; None: there were none."""
+    verified: tuple[torch.Tensor, torch.Tensor] | None = None
+    """With `right`, on the device: int32 [wanted], tokens as sampled, and int32 [samples], how many drafts
+    were right. Valid until the next launch."""
     slots: Ints | None = None
     """[samples]: their batch slots, likewise."""
     places: list[int] | None = None
@@ -86,6 +89,10 @@ class LaunchedStep:
     """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     """RowResult.hidden of every row, by its place in the plan; of drafts as if all were right."""
+    tapped: torch.Tensor | None = None
+    """[tokens, values]: the hidden states of all rows, of which `hidden` are parts."""
+    tapped_at: dict[int, int] = field(default_factory=dict)
+    """Where those of each row begin, by its place in the plan."""
     encode_seconds: float = 0.0
     """StepResult.encode_seconds."""
     masks: Masks | None = None

@@ -9,7 +9,8 @@ read, `launch` leaves the sampling to `read` of that step, while the device runs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,9 @@ class ModelRunner:
         ranks = self._communicator, model.shard.rank
         self.images = None if tower is None else ImageEncoder(tower, *ranks)
         self._sampling = StepSampling(sampler, self._slots, model.communicator)
+        self.follow: Callable[[LaunchedStep], None] = lambda launched: None
+        """Called when a step with drafts is under way, for what can go on from it on the device. Must not
+        raise."""
         self._tap_buffer: torch.Tensor | None = None
         """[tokens, values]: what graphs write of `tap`."""
         self.graphs: DecodeGraphs | None = None
@@ -166,6 +170,8 @@ class ModelRunner:
                 self._slots.forget(plan.rows)
                 raise
         self._sampling.launched(launched)
+        if launched.verified is not None and launched.tapped is not None:
+            self.follow(launched)
         if self.images is not None:
             launched.encode_seconds = self.images.seconds()
         return launched
@@ -300,8 +306,9 @@ class ModelRunner:
     def _keep_tapped(self, launched: LaunchedStep, places: Iterable[int], counts: list[int]) -> None:
         """Copies what a graph has written for rows of so many tokens; `places`: theirs in the plan."""
         if self._tap_buffer is not None:
-            parts = torch.split(self._tap_buffer[: sum(counts)].clone(), counts)
-            launched.hidden = dict(zip(places, parts, strict=True))
+            whole, places = self._tap_buffer[: sum(counts)].clone(), list(places)
+            launched.tapped, launched.tapped_at = whole, dict(zip(places, _firsts(counts), strict=True))
+            launched.hidden = dict(zip(places, torch.split(whole, counts), strict=True))
 
     def _settled(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """Waits for the step before. For steps without a graph: those are long."""
@@ -362,7 +369,7 @@ class ModelRunner:
             batch.tap = HiddenTap(layers)
         hidden = final_states(self._body, batch)
         if batch.tap is not None:
-            launched.hidden = self._tapped(batch.tap.found, host)
+            launched.hidden = self._tapped(batch.tap.found, host, launched)
         if every:
             leads = self._sampler is not None
             for i, row, start in zip(host.order, host.rows, host.starts.tolist(), strict=False):
@@ -374,13 +381,18 @@ class ModelRunner:
             hidden = hidden.index_select(0, to_device(host.wanted, self._device))
         return self._body.logits(hidden) if len(hidden) or self.kernels else hidden
 
-    def _tapped(self, found: Mapping[int, torch.Tensor], host: HostBatch) -> dict[int, torch.Tensor]:
+    def _tapped(
+        self, found: Mapping[int, torch.Tensor], host: HostBatch, launched: LaunchedStep
+    ) -> dict[int, torch.Tensor]:
         """RowResult.hidden of each row that is to have it, unless the model lacks one of the row's layers.
         `found`: of each layer, of all tokens."""
         tapped: dict[int, torch.Tensor] = {}
         if self._tap and found.keys() >= set(self._tap):
             whole = torch.cat([found[layer] for layer in self._tap], -1)
-            parts = torch.split(whole, [row.count for row in host.rows])
+            counts = [row.count for row in host.rows]
+            launched.tapped = whole
+            launched.tapped_at = dict(zip(host.order, _firsts(counts), strict=True))
+            parts = torch.split(whole, counts)
             tapped = dict(zip(host.order, parts, strict=True))
         for i, row, start in zip(host.order, host.rows, host.starts.tolist(), strict=False):
             if row.hidden_layers:
@@ -389,6 +401,11 @@ class ModelRunner:
                 own = [found[layer][start : start + row.count] for layer in row.hidden_layers]
                 tapped[i] = torch.cat(own, -1)
         return tapped
+
+
+def _firsts(counts: Sequence[int]) -> list[int]:
+    """Where each of several parts begins, which lie one behind the other."""
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 def _is_decode(rows: Sequence[PlanRow]) -> bool:

@@ -189,7 +189,7 @@ class StepSampling:
             last[of] = samples.tokens.cpu().numpy()
             launched.more.append(_moved(samples, at))
         launched.samples = Samples(tokens, peaks)
-        self._verified(launched, slots, firsts, torch.from_numpy(right))
+        self._verified(launched, slots, firsts, tokens.int(), torch.from_numpy(right))
         for memory, values in ((self._slots.right, right), (self._last_token, last.astype(np.int32))):
             memory.index_copy_(0, to_device(slots, device), to_device(values, device))
 
@@ -215,7 +215,7 @@ class StepSampling:
                 result, right = self.choose_chains(pending.logits, chains, *simple, *where)
             else:
                 result, right = self._choose_in_rounds(sampler, launched, pending, chains, masks, *where[:2])
-        self._verified(launched, pending.slots, chains.firsts, to_host(right))
+        self._verified(launched, pending.slots, chains.firsts, result[:, 0], right)
         return KernelSamples(result)
 
     def choose_chains(
@@ -285,8 +285,16 @@ class StepSampling:
         self._slots.right.index_copy_(0, slots, right)
         return result, right
 
-    def _verified(self, launched: LaunchedStep, slots: Ints, firsts: Ints, right: torch.Tensor) -> None:
-        launched.slots, launched.firsts, launched.right = slots, firsts.tolist(), right
+    def _verified(
+        self,
+        launched: LaunchedStep,
+        slots: Ints,
+        firsts: Ints,
+        tokens: torch.Tensor,
+        right: torch.Tensor,
+    ) -> None:
+        launched.slots, launched.firsts = slots, firsts.tolist()
+        launched.verified, launched.right = (tokens, right), to_host(right)
 
     def _choose(self, sampler: CudaSampler, pending: PendingSampling, masks: Masks | None) -> KernelSamples:
         """By kernels, into the slots' last tokens too."""

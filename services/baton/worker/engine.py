@@ -260,6 +260,8 @@ def _build_ranked(
     tree = PrefixTree(size, config.eviction, layout.groups, images=model.vision is not None)
     cache = KvCacheManager(PageAllocator(pages, published.generations), tree)
     runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool, shared)
+    if drafter is not None and isinstance(runner, ModelRunner):
+        runner.follow = drafter.drafter.follow
     if device.type == "cuda" and config.tp > 1:
         join_parts(published, ranks.parts())
     if device.type == "cuda" and not config.step_profile:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from baton.engine.request import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from baton.engine.launched_step import LaunchedStep
 
 
 class Drafter(ABC):
@@ -28,6 +32,10 @@ class Drafter(ABC):
     def observe(self, sequence: TokenSequence, start: int, hidden: torch.Tensor) -> None:  # noqa: B027
         """Called for a drafter that reads the model's hidden states, with those [tokens, values] of the
         sequence's tokens from `start` on. They have been computed for good."""
+
+    def follow(self, launched: LaunchedStep) -> None:  # noqa: B027
+        """Called when a step with drafts is under way, before it is read: a drafter that computes may enqueue
+        what follows on it. Must not raise."""
 
     @abstractmethod
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:

@@ -55,12 +55,39 @@ class HeadRow:
     start: int
     """Pairs that the head has had before."""
     pages: Sequence[int]
-    hidden: torch.Tensor
-    """[pairs, values]: the model's hidden states."""
     temperature: float
     seed: int
     behind: int
     """Position of the first draft."""
+
+
+class Unread(NamedTuple):
+    """Where a step that has not been read has a row's results: see LaunchedStep."""
+
+    hidden: int
+    """In `tapped`, its first token's."""
+    sampled: int
+    """In `verified`, its first token."""
+    sample: int
+    """In `verified`, how many drafts were right."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFlight:
+    """Drafts that are under way."""
+
+    result: torch.Tensor
+    """[drafts, rows, 2], on the host once `done`: as in HeadInputs."""
+    rows: int
+    done: torch.cuda.Event | None
+
+    def read(self) -> tuple[list[list[int]], list[list[bool]]]:
+        """Drafts of each row, and whether their logits were finite. Waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        lanes = self.result.numpy()[:, : self.rows]
+        finite = np.isfinite(lanes[..., 1].copy().view(np.float32))
+        return lanes[..., 0].T.tolist(), finite.T.tolist()
 
 
 @dataclass(slots=True)
@@ -132,23 +159,53 @@ class HeadGraphs:
         fits = (shape for shape in self.shapes if shape.rows >= rows and shape.drafts >= drafts)
         return min(fits, key=lambda shape: shape.rows * shape.pairs, default=None)
 
-    def run(self, shape: HeadShape, rows: Sequence[HeadRow]) -> tuple[list[list[int]], list[list[bool]]]:
-        """Drafts of each row, and whether their logits were finite. Waits for the device, once."""
+    def run(self, shape: HeadShape, rows: Sequence[HeadRow], hidden: Sequence[torch.Tensor]) -> HeadFlight:
+        """Enqueues the drafts of rows, and their copy to the host. `hidden`: of each row [pairs, values], the
+        model's hidden states."""
         at = [i * shape.pairs + j for i, row in enumerate(rows) for j in range(len(row.tokens))]
         self._fill(shape, rows)
         where = to_device(np.array(at, np.int64), self._device)
-        self._hidden.index_copy_(0, where, torch.cat([row.hidden for row in rows]))
+        self._hidden.index_copy_(0, where, torch.cat(list(hidden)))
+        return self._run(shape, len(rows))
+
+    def run_behind(
+        self,
+        shape: HeadShape,
+        rows: Sequence[HeadRow],
+        unread: Sequence[Unread],
+        hidden: torch.Tensor,
+        verified: tuple[torch.Tensor, torch.Tensor],
+    ) -> HeadFlight:
+        """`run` for rows of a step that nobody has read: all of its tokens are taken as pairs, of which those
+        up to the first wrong draft count. `tokens` of the rows mean nothing but their number, and `behind` is
+        that of no right draft. `hidden` and `verified`: as in LaunchedStep."""
+        self._fill(shape, rows)
+        count, places = len(rows), np.arange(shape.pairs)
+        at, sampled, first = np.array(unread, np.int64).T
+        own = np.minimum(places, np.array([len(row.tokens) for row in rows])[:, None] - 1)
+        there = [first, (sampled[:, None] + own).ravel(), (at[:, None] + own).ravel()]
+        where = to_device(np.concatenate(there), self._device)
+        first_at, token_at, hidden_at = torch.split(where, [len(each) for each in there])
+        inputs, right = self._inputs(shape), verified[1].index_select(0, first_at)
+        inputs.counts[:count].copy_(right).add_(1)
+        inputs.behind[:count].add_(right)
+        inputs.tokens[: len(token_at)].copy_(verified[0].index_select(0, token_at))
+        torch.index_select(hidden, 0, hidden_at, out=self._hidden[: len(hidden_at)])
+        return self._run(shape, count)
+
+    def _run(self, shape: HeadShape, rows: int) -> HeadFlight:
         graph = self._graphs.get(shape)
         if graph is None:
             self.work(self._inputs(shape))
         else:
             graph.replay()
-        found = to_host(self._inputs(shape).result)
+        result, done = self._inputs(shape).result, None
+        # A copy: the next drafts are written over these.
+        found = result.clone() if graph is None else to_host(result)
         if graph is not None:
-            torch.cuda.current_stream(self._device).synchronize()
-        lanes = found.numpy()[:, : len(rows)]
-        finite = np.isfinite(lanes[..., 1].copy().view(np.float32))
-        return lanes[..., 0].T.tolist(), finite.T.tolist()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return HeadFlight(found, rows, done)
 
     def work(self, inputs: HeadInputs) -> None:
         """The passes of a step; on buffers, so that a CUDA graph can hold it."""

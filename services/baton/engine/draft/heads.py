@@ -10,7 +10,6 @@ Guesses behind the first take the head's own states for the model's; their keys 
 from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,10 +19,12 @@ from baton.attention.paged import PagedAttention
 from baton.attention.step import ModelAttention
 from baton.engine.batch import HostBatch
 from baton.engine.draft.draft_head import DraftHead
-from baton.engine.draft.head_graphs import HeadGraphs, HeadRow, HeadShape
+from baton.engine.draft.head_graphs import HeadFlight, HeadGraphs, HeadRow, HeadShape, Unread
+from baton.engine.draft.head_state import HeadState, HeadWork
 from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
 from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.draft.sampling import DraftSampler, read_drafts
+from baton.engine.launched_step import LaunchedStep
 from baton.engine.plan import PlanRow
 from baton.engine.request import Sequence as TokenSequence
 from baton.engine.request import SequencePhase
@@ -35,56 +36,6 @@ from baton.layers.batch import Batch
 
 MOST_WAITING = 64
 """Hidden states of a sequence that is not asked for drafts wait for it; with more, it is caught up with."""
-
-
-@dataclass(slots=True, eq=False)
-class HeadState:
-    """What the drafter keeps of a sequence."""
-
-    sequence: TokenSequence
-    kv: DraftKv | None = None
-    pairs: int = 0
-    """Whose keys and values the pages hold."""
-    seen: int = 0
-    """Position behind the last hidden states that came."""
-    waiting: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """First position and hidden states, not computed yet."""
-    last: torch.Tensor | None = None
-    """The head's hidden states [hidden] at the last pair, which predict what follows its token."""
-    behind: int = 0
-    """Position that they predict."""
-
-    @property
-    def lost(self) -> bool:
-        return self.kv is None or self.kv.slot < 0
-
-    def skip(self, position: int) -> None:
-        """Hidden states before it are not waited for any more."""
-        waiting, self.waiting = self.waiting, []
-        for start, hidden in waiting:
-            known = max(0, position - start)
-            if known < len(hidden):
-                self.waiting.append((start + known, hidden[known:]))
-
-
-@dataclass(slots=True, eq=False)
-class _Work:
-    """A sequence's part of the first pass."""
-
-    state: HeadState
-    kv: DraftKv
-    drafts: int
-    positions: list[int]
-    hidden: list[torch.Tensor]
-
-    def split(self, last: int) -> _Work:
-        """Leaves it so many of its pairs at most, the last ones, which are the only ones that drafts are
-        wanted behind; -> those before them."""
-        count = max(0, len(self.positions) - last)
-        whole = torch.cat(self.hidden) if len(self.hidden) > 1 else self.hidden[0]
-        before = _Work(self.state, self.kv, 0, self.positions[:count], [whole[:count]])
-        self.positions, self.hidden = self.positions[count:], [whole[count:]]
-        return before
 
 
 class HeadDrafter(PagedDrafter):
@@ -120,6 +71,14 @@ class HeadDrafter(PagedDrafter):
         self._paged = any(issubclass(each, PagedAttention) for each in attention)
         self._context, self._budget = context_length, token_budget
         self._step = 0
+        self._asked: dict[int, tuple[HeadState, int]] = {}
+        """By the batch slot: those that drafts are wanted of in this step and were in the one before, and how
+        many are."""
+        self._going: list[tuple[HeadState, int]] = []
+        """Those whose drafts `_flight` has, and how many they are."""
+        self._flight: HeadFlight | None = None
+        self._failed: Exception | None = None
+        """What `follow` failed at."""
         self._waiting: dict[HeadState, None] = {}
         """Those with hidden states that have not been computed."""
 
@@ -129,6 +88,10 @@ class HeadDrafter(PagedDrafter):
         state = sequence.drafting
         if not isinstance(state, HeadState):
             state = sequence.drafting = HeadState(sequence)
+        if state.going == start and not state.lost:
+            # The device has them.
+            state.pairs, state.seen, state.going = state.pairs + len(hidden), start + len(hidden), -1
+            return
         if state.lost and not state.waiting:
             state.seen = 0
         # What is computed again, after a retraction, is known.
@@ -141,12 +104,22 @@ class HeadDrafter(PagedDrafter):
 
     @torch.inference_mode()
     def prepare(self, wanted: Sequence[tuple[TokenSequence, int]]) -> None:
+        if self._failed is not None:
+            raise self._failed
         self._step += 1
         asked = {
             state: min(most, self._context - len(sequence.tokens))
             for sequence, most in wanted
             if isinstance(state := sequence.drafting, HeadState)
         }
+        self._asked = {
+            state.sequence.slot: (state, drafts)
+            for state, drafts in asked.items()
+            if state.asked == self._step - 1 and state.sequence.slot is not None
+        }
+        for state in asked:
+            state.asked = self._step
+        going = self._take_going(asked)
         self._forget_ended()
         for state in [each for each in self._waiting if each not in asked]:
             if sum(len(hidden) for _, hidden in state.waiting) > MOST_WAITING:
@@ -169,6 +142,72 @@ class HeadDrafter(PagedDrafter):
         self._draft([work for work in works if work.drafts > 0 and _is_ready(work.state)])
         if shape is not None:
             self._draft_by_graph(shape, ready)
+        if going and self._flight is not None:
+            found = list(zip(*self._flight.read(), strict=True))
+            for state, drafts, place in going:
+                own, finite = found[place]
+                for depth in range(drafts):
+                    self._add(state, depth, own[depth], finite[depth])
+
+    def follow(self, launched: LaunchedStep) -> None:
+        try:
+            self._follow(launched)
+        except Exception as error:
+            self._failed = error
+
+    @torch.inference_mode()
+    def _follow(self, launched: LaunchedStep) -> None:
+        """Lets the device take the pairs of rows with drafts, and draft behind them, before the host knows
+        them: of rows that have had all before, and were asked for drafts in two steps running."""
+        asked, self._asked = self._asked, {}
+        if self._graphs is None or not asked or launched.slots is None:
+            return
+        assert launched.tapped is not None and launched.verified is not None
+        samples = {slot: i for i, slot in enumerate(launched.slots.tolist())}
+        states, rows, unread = list[tuple[HeadState, int]](), list[HeadRow](), list[Unread]()
+        for place, row in enumerate(launched.rows):
+            if row.slot not in asked or not row.drafts or row.ahead:
+                continue
+            state, drafts = asked[row.slot]
+            sequence = state.sequence
+            drafts = min(drafts, self._context - (row.start + row.count + 1))
+            if (
+                drafts < 1
+                or state.lost
+                or state.waiting
+                or not state.seen == row.start == len(sequence.tokens) - 1
+            ):
+                continue
+            kv = self.slots.take(state.kv, state.pairs + row.count + drafts - 1, self._step)
+            if kv is None:
+                continue
+            sample, positions = samples[row.slot], range(row.start, row.start + row.count)
+            seed, temperature = sequence.seed, sequence.request.params.temperature
+            own = positions, positions, state.pairs, kv.tables[0], temperature, seed, row.start + 2
+            rows.append(HeadRow(*own))
+            unread.append(Unread(launched.tapped_at[place], launched.firsts[sample], sample))
+            states.append((state, drafts))
+        if not rows:
+            return
+        longest = max(max(drafts for _, drafts in states), max(len(row.tokens) - 1 for row in rows))
+        shape = self._graphs.shape(len(rows), longest)
+        if shape is None:
+            return
+        for (state, _), own in zip(states, rows, strict=True):
+            state.going, state.last = own.positions[0], None
+        self._going = states
+        self._flight = self._graphs.run_behind(shape, rows, unread, launched.tapped, launched.verified)
+
+    def _take_going(self, asked: dict[HeadState, int]) -> list[tuple[HeadState, int, int]]:
+        """Takes those out of `asked` whose drafts are under way behind their last token: how many are, and
+        their place among these."""
+        found, going, self._going = [], self._going, []
+        for place, (state, drafts) in enumerate(going):
+            came, state.going = state.going < 0, -1
+            if came and not state.lost and state in asked and state.seen == len(state.sequence.tokens) - 1:
+                self.slots.take(state.kv, 0, self._step)
+                found.append((state, min(drafts, asked.pop(state)), place))
+        return found
 
     def _forget_ended(self) -> None:
         for state in [each for each in self._waiting if each.sequence.phase is SequencePhase.ENDED]:
@@ -177,7 +216,7 @@ class HeadDrafter(PagedDrafter):
     @torch.inference_mode()
     def fill(self, prompts: Sequence[tuple[TokenSequence, int]]) -> None:
         self._forget_ended()
-        works: list[_Work] | None = None
+        works: list[HeadWork] | None = None
         while works or works is None:
             self._step += 1
             budget, works = self._budget, []
@@ -225,7 +264,7 @@ class HeadDrafter(PagedDrafter):
             return ()
         return state.kv.guess[:most]
 
-    def _work(self, state: HeadState, drafts: int, budget: int, known: int) -> _Work | None:
+    def _work(self, state: HeadState, drafts: int, budget: int, known: int) -> HeadWork | None:
         """Takes what waits of the first `known` tokens, as much as the budget allows, and the pages that it
         needs; None: there are none, and the head goes on without."""
         if not state.waiting and drafts < 1:
@@ -242,7 +281,7 @@ class HeadDrafter(PagedDrafter):
             state.waiting.clear()
             self._waiting.pop(state, None)
             return None
-        work = _Work(state, kv, drafts, [], [])
+        work = HeadWork(state, kv, drafts, [], [])
         while state.waiting and budget:
             start, hidden = state.waiting.pop(0)
             count = min(len(hidden), budget, known - 1 - start)
@@ -257,7 +296,7 @@ class HeadDrafter(PagedDrafter):
             self._waiting.pop(state, None)
         return work
 
-    def _catch_up(self, works: Sequence[_Work]) -> None:
+    def _catch_up(self, works: Sequence[HeadWork]) -> None:
         rows = []
         for work in works:
             tokens = work.state.sequence.tokens
@@ -286,18 +325,18 @@ class HeadDrafter(PagedDrafter):
             self.slots.keep(kv, tokens, pairs)
 
     @staticmethod
-    def _ends(work: _Work) -> bool:
+    def _ends(work: HeadWork) -> bool:
         """Whether its pairs reach the sequence's last token."""
         return work.positions[-1] + 2 == len(work.state.sequence.tokens)
 
-    def _draft(self, works: Sequence[_Work]) -> None:
+    def _draft(self, works: Sequence[HeadWork]) -> None:
         """A token of each sequence in a pass, for those that want so many; reads them when all passes are
         under way."""
         for work in works:
             self._sampler.init(work.kv.slot, work.state.sequence)
         hidden = [work.state.last for work in works if work.state.last is not None]
         states = torch.stack(hidden) if hidden else torch.empty(0)
-        found: list[tuple[Sequence[_Work], Samples | KernelSamples]] = []
+        found: list[tuple[Sequence[HeadWork], Samples | KernelSamples]] = []
         for depth in range(max((work.drafts for work in works), default=0)):
             if depth:
                 going = [i for i, work in enumerate(works) if work.drafts > depth]
@@ -317,30 +356,33 @@ class HeadDrafter(PagedDrafter):
         drawn = read_drafts([samples for _, samples in found])
         for depth, ((those, _), (drafts, finite)) in enumerate(zip(found, drawn, strict=True)):
             for work, token, is_number in zip(those, drafts, finite, strict=True):
-                self._add(work, depth, token, is_number)
+                self._add(work.state, depth, token, is_number)
 
-    def _draft_by_graph(self, shape: HeadShape, works: Sequence[_Work]) -> None:
+    def _draft_by_graph(self, shape: HeadShape, works: Sequence[HeadWork]) -> None:
         assert self._graphs is not None
         rows = []
         for work in works:
             tokens, request = work.state.sequence.tokens, work.state.sequence.request
             following = [tokens[position + 1] for position in work.positions]
-            own = work.positions, work.state.pairs, work.kv.tables[0], work.hidden[0]
+            own = work.positions, work.state.pairs, work.kv.tables[0]
             seed = work.state.sequence.seed
             rows.append(HeadRow(following, *own, request.params.temperature, seed, len(tokens)))
-        for work, drafts, finite in zip(works, *self._graphs.run(shape, rows), strict=True):
+        flight = self._graphs.run(shape, rows, [work.hidden[0] for work in works])
+        for work, drafts, finite in zip(works, *flight.read(), strict=True):
             state = work.state
             state.pairs += len(work.positions)
             state.last, state.behind = None, len(state.sequence.tokens)
             for depth in range(work.drafts):
-                self._add(work, depth, drafts[depth], finite[depth])
+                self._add(state, depth, drafts[depth], finite[depth])
 
-    def _add(self, work: _Work, depth: int, token: int, is_number: bool) -> None:
+    def _add(self, state: HeadState, depth: int, token: int, is_number: bool) -> None:
         """A draft, if those before it came of numbers; else the head begins anew."""
-        if is_number and len(work.kv.guess) == depth:
-            work.kv.guess.append(token)
-        elif not work.state.lost:
-            self.slots.drop(work.kv, damaged=True)
+        kv = state.kv
+        assert kv is not None
+        if is_number and len(kv.guess) == depth:
+            kv.guess.append(token)
+        elif not state.lost:
+            self.slots.drop(kv, damaged=True)
 
     def _pass(
         self,
