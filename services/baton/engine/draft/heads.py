@@ -193,8 +193,8 @@ class HeadDrafter(PagedDrafter):
         shape = self._graphs.shape(len(rows), longest)
         if shape is None:
             return
-        for (state, _), own in zip(states, rows, strict=True):
-            state.going, state.last = own.positions[0], None
+        for (state, _), head_row in zip(states, rows, strict=True):
+            state.going, state.last = head_row.positions[0], None
         self._going = states
         self._flight = self._graphs.run_behind(shape, rows, unread, launched.tapped, launched.verified)
 
