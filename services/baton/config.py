@@ -345,6 +345,17 @@ class GatewayConfig(NodeConfig):
     """A request's first token is to come within this time: for goodput and alerts."""
     itl_target_seconds: float = 0.1
     """99 % of a request's further tokens are to come within this time of the one before."""
+    auto_roles: bool = False
+    """Change roles of workers by their queues: where prompts wait for 1 s or more and requests for a row for
+    0.25 s or less, a decode node becomes a prefill node, and the other way round."""
+    least_prefill: int = 1
+    """Prefill nodes that --auto-roles leaves at least."""
+    least_decode: int = 1
+    """Decode nodes that --auto-roles leaves at least."""
+    role_seconds: float = 10.0
+    """How long the queues must have been so for --auto-roles."""
+    role_pause_seconds: float = 60.0
+    """Least time between changes of role by --auto-roles; up to 16 times that while they undo each other."""
     probe_every: float = 0.0
     """Seconds between requests of the gateway's own that try each hand-off in turn; 0: none."""
     clamp_max_tokens: bool | None = None

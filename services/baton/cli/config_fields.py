@@ -30,6 +30,8 @@ from baton.config import DecodeConfig, EncodeConfig, GatewayConfig, NodeConfig, 
 C = TypeVar("C")
 PARTS = frozenset({"otel_sample", "memory_fraction", "max_leased_fraction", "watermark"})
 """Fields that are a part of something: from 0 to 1."""
+NOT_0 = frozenset({"least_prefill", "least_decode"})
+"""Fields that are at least 1."""
 ROLES: Mapping[str, type[NodeConfig]] = {
     "gateway": GatewayConfig,
     "tokenizer": TokenizerConfig,
@@ -140,11 +142,11 @@ def _out_of_range(field: Field, value: Any) -> str | None:
         return f"must be {', '.join(others)} or {last}, not {min(unknown)!r}" if unknown else None
     if field.kind not in (int, float) or value is None:
         return None
-    part = field.name in PARTS
+    part, least = field.name in PARTS, int(field.name in NOT_0)
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be a number, not {value}"
-    if not 0 <= value <= (1 if part else math.inf):
-        return f"must be {'from 0 to 1' if part else 'at least 0'}, not {value}"
+    if not least <= value <= (1 if part else math.inf):
+        return f"must be {'from 0 to 1' if part else f'at least {least}'}, not {value}"
     return None
 
 

@@ -126,6 +126,12 @@ def _default_sampling(gateway: NodeReport) -> str:
     return ", ".join(f"{field.name} {value:.6g}" for field, value in values)
 
 
+def _role_change(change: node_pb2.RoleChange) -> str:
+    """A line of text."""
+    age = change.age_ms // 1000
+    return f"{change.address} was made a {change.to} node {age} s ago (--auto-roles): {change.why}"
+
+
 def _device(info: node_pb2.NodeInfo) -> str:
     """With the number of ranks where there are several, their hosts, and the memory that they occupy."""
     if not info.ranks:
@@ -206,6 +212,8 @@ def print_problems(reports: Sequence[NodeReport], console: Console) -> None:
     defaults = _default_sampling(reports[0])
     lines = [f"where requests say nothing: {defaults} (--generation-config)"] if defaults else []
     for report in reports:
+        if report.info is not None and report.info.HasField("role_change"):
+            lines.append(escape(_role_change(report.info.role_change)))
         who = f"{report.role} {escape(report.address)}"
         lines += [f"[red]{who}[/] {escape(text)}" for text in wrong(report)]
     for line in lines:

@@ -35,6 +35,8 @@ INFO_SECONDS = 10.0
 """Time for a worker to say who it is."""
 TAKE_SECONDS = 5.0
 """Time for a decode node to hand out a log."""
+ROLE_SECONDS = 20.0
+"""What a change of role may take beyond the time that requests have: see worker.process."""
 
 
 class Gateway(GatewayShell):
@@ -102,6 +104,16 @@ class Gateway(GatewayShell):
                 raise from_rpc_error(error) from error
         return info
 
+    async def set_role(self, address: str, role: str, seconds: float) -> node_pb2.SetRoleResponse:
+        request = node_pb2.SetRoleRequest(role=role, timeout_ms=round(1000 * seconds))
+        async with self.dial(address) as channel:
+            ask = node_pb2_grpc.NodeStub(channel).SetRole
+            try:
+                answer: node_pb2.SetRoleResponse = await ask(request, timeout=seconds + ROLE_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+        return answer
+
     async def take_log(self, name: tuple[int, int]) -> decode_pb2.DecodeLog | None:
         request = decode_pb2.TakeLogRequest(gateway=name[0], request=name[1])
 
@@ -145,6 +157,8 @@ class Gateway(GatewayShell):
         self.nodes.start()
         if self.config.probe_every > 0:
             self._prober.start()
+        if self.config.auto_roles:
+            self.auto_roles.start()
 
     def _probed(self, outcome: str, seconds: float) -> None:
         self.metrics.probes.labels(outcome).inc()
@@ -203,6 +217,7 @@ class Gateway(GatewayShell):
         """Refuses new requests and waits at most `seconds` for running ones; returns the number of those
         left."""
         self._draining = True
+        self.auto_roles.close()
         if self.running:
             self._rests.clear()
             await wait_at_most(seconds, self._rests)
@@ -212,6 +227,7 @@ class Gateway(GatewayShell):
         """Fails running requests and disconnects from all peers. Idempotent."""
         self._draining = True
         self._prober.close()
+        self.auto_roles.close()
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
         await self.embedder.close()
@@ -249,6 +265,9 @@ class Gateway(GatewayShell):
         if model is not None:
             info.model.CopyFrom(model)
         info.peers.extend(self.nodes.describe())
+        change = self.auto_roles.last_change()
+        if change is not None:
+            info.role_change.CopyFrom(change)
         return info
 
     def load(self) -> node_pb2.Load:

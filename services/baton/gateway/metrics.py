@@ -164,6 +164,22 @@ class GatewayMetrics:
             "baton_probes", "Probes of the hand-off, by outcome.", "outcome", ("ok", "refused", "failed")
         )
         self.probe_seconds = Gauge("baton_probe_seconds", "What the last probe took.", registry=registry)
+        self.role_changes = Counter(
+            "baton_gateway_role_changes",
+            "Changes of workers' roles that this gateway asked for (--auto-roles).",
+            ["to", "outcome"],
+            registry=registry,
+        )
+        for to, outcome in product(("prefill", "decode"), ("changed", "failed")):
+            self.role_changes.labels(to, outcome)
+        self.queue_seconds = Gauge(
+            "baton_gateway_queue_seconds",
+            "How long prompts wait, and requests for a row, at the workers together (--auto-roles).",
+            ["queue"],
+            registry=registry,
+        )
+        for queue in ("prompts", "rows"):
+            self.queue_seconds.labels(queue)
         self.cached = self._counter(
             "baton_routing_cached_tokens",
             "Prompt tokens of finished requests that their node was taken to have cached (expected), that it "

@@ -74,6 +74,10 @@ class GatewayRuntime:
         """Node.GetInfo of a worker. Raises BatonError."""
         raise NotImplementedError
 
+    async def set_role(self, address: str, role: str, seconds: float) -> node_pb2.SetRoleResponse:
+        """Node.SetRole of a worker, within whose `seconds` what runs there may end. Raises BatonError."""
+        raise NotImplementedError
+
     async def pictures_address(self) -> str:
         """host:port where workers fetch images (baton.v1.Pictures). Raises BatonError."""
         raise NotImplementedError

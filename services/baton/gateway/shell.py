@@ -12,6 +12,7 @@ from baton.authentication.api_keys import ApiKey
 from baton.authentication.resume_ticket import TicketSeal
 from baton.config import GatewayConfig, served_names
 from baton.gateway import admission
+from baton.gateway.auto_roles import AutoRoles
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.decode_client import DecodeClient
 from baton.gateway.media_fetch import MediaFetcher
@@ -61,6 +62,7 @@ class GatewayShell(GatewayRuntime):
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
         self.router = Router(config.routing, self.clock)
         self.nodes = WorkerRegistry(config, tokenizer, self.router, self, self._accept)
+        self.auto_roles = AutoRoles(config, self.nodes, self.router, self, self.metrics)
         self.split = Split(config.split, self.metrics, self.clock)
         self._last_model: node_pb2.ModelInfo | None = None
         self._numbers = count(1)
