@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
+PROC_SELF_CGROUP = Path("/proc/self/cgroup")
 """This process's group in each hierarchy, a line each: ID:CONTROLLERS:PATH."""
 
 
-def memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] | None:
+def memory(root: Path = ROOT, self_cgroup: Path = PROC_SELF_CGROUP) -> tuple[int, int] | None:
     """Bytes that may still be taken, and the limit, where the least may be; None: there is no limit."""
     found: list[tuple[int, int]] = []
-    for group in _groups("memory", root, own):
+    for group in _groups("memory", root, self_cgroup):
         limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
         used = _number(group / "memory.current", group / "memory.usage_in_bytes")
         if limit is None or used is None or limit > 2**60:  # version 1 says so: unlimited
@@ -33,27 +33,27 @@ def memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] | None:
     return min(found, default=None)
 
 
-def cores(root: Path = ROOT, own: Path = OWN) -> int:
+def cores(root: Path = ROOT, self_cgroup: Path = PROC_SELF_CGROUP) -> int:
     """Processors that this process may use, by its affinity and its groups' quotas, which are rounded up."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for group in _groups("cpu", root, own):
+    for group in _groups("cpu", root, self_cgroup):
         quota, period = _quota(group)
         if quota > 0 and period > 0:
             usable = min(usable, math.ceil(quota / period))
     return max(1, usable)
 
 
-def oom_kills(root: Path = ROOT, own: Path = OWN) -> int:
+def oom_kills(root: Path = ROOT, self_cgroup: Path = PROC_SELF_CGROUP) -> int:
     """Processes of this process's group that were killed because memory ran out; 0 if that is not known."""
-    for group in _groups("memory", root, own):
+    for group in _groups("memory", root, self_cgroup):
         events = _pairs(group / "memory.events") or _pairs(group / "memory.oom_control")
         return events.get("oom_kill", 0)
     return 0
 
 
-def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
+def _groups(controller: str, root: Path, self_cgroup: Path) -> Iterator[Path]:
     """Folders of the process's group and those that it is nested in, for a controller."""
-    for line in _read(own).splitlines():
+    for line in _read(self_cgroup).splitlines():
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if names and controller not in names.split(","):

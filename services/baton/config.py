@@ -401,8 +401,8 @@ class GatewayConfig(NodeConfig):
     """Write prompts and answers into the log; without it neither is ever logged."""
 
 
-def served_names(given: str, own: str) -> list[str]:
+def served_names(configured: str, checkpoint_name: str) -> list[str]:
     """The names in GatewayConfig.served_name, the one that is shown first. own: the decode nodes' name."""
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    shown = next((name for name in names if "*" not in name), own)
+    names = [name.strip() for name in configured.split(",") if name.strip()]
+    shown = next((name for name in names if "*" not in name), checkpoint_name)
     return [shown, *(name for name in dict.fromkeys(names) if name != shown)]

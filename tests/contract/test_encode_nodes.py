@@ -209,7 +209,7 @@ async def test_images_are_encoded_where_that_is_measured_to_be_sooner(saved):
                 if each is encoder:
                     encoder.batches.meter = meter
                 else:
-                    node._images.choice.own = meter
+                    node._images.choice.local = meter
             before = encoder.batches.counters.images, node.engine.images.counters.images
             prompt = cluster.prompt(3, (24, 40), 5, (16, 16), 2, seed=90 + (slow is node))
             assert await cluster.ask(node, prompt, count=6) == [[prompt.greedy(model, 6)]]

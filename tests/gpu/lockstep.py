@@ -116,8 +116,8 @@ class Lockstep:
         first, *_ = list(self._threads.map(lambda runner: runner.launch(plan), self._runners))
         return first
 
-    def read(self, flight: Any) -> Any:
-        return self._runners[0].read(flight)
+    def read(self, launched_step: Any) -> Any:
+        return self._runners[0].read(launched_step)
 
     def pages(self, page_bytes: int) -> torch.Tensor:
         """uint8 [pages, page_bytes]: whole pages."""
@@ -138,6 +138,6 @@ class Recorded:
     def launch(self, plan: Any) -> Any:
         return self._runner.launch(plan)
 
-    def read(self, flight: Any) -> Any:
-        self.results.append(self._runner.read(flight))
+    def read(self, launched_step: Any) -> Any:
+        self.results.append(self._runner.read(launched_step))
         return self.results[-1]

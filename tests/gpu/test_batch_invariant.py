@@ -57,15 +57,15 @@ class Recorded:
     def launch(self, plan):
         self._seeds |= {init.slot: init.seed for init in plan.inits}
         self._seen = None
-        flight = self._launch(plan)
+        launched_step = self._launch(plan)
         rows = [row for row in plan.rows if row.sample]
-        if flight.places is not None:
-            rows = [rows[flight.places.index(place)] for place in range(len(rows))]
+        if launched_step.row_order is not None:
+            rows = [rows[launched_step.row_order.index(place)] for place in range(len(rows))]
         # A replayed graph calls nothing, and leaves its logits in its buffer.
         seen = self._runner.graphs._logits if self._seen is None else self._seen
         for row, logits in zip(rows, seen[: len(rows)].clone(), strict=True):
             self.logits[self._seeds[row.sample[0]], row.start + row.count] = logits
-        return flight
+        return launched_step
 
 
 def run(path, requests, *, slots=64, budget=256, rounds=1, **options):

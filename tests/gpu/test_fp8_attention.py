@@ -47,9 +47,9 @@ def test_kernels_write_what_torch_rounds(dtype, dim, rotary):
     qkv[0, -5] = 6e4
     angles = torch.randn(5 * PAGE, rotary // 2, device=CUDA)
     x = qkv.clone().view(tokens, -1, dim)
-    damage = torch.zeros(4, device=CUDA)
+    nan_flags = torch.zeros(4, device=CUDA)
     write_qkv(
-        qkv, None, torch.cat((angles.cos(), angles.sin()), 1), positions, slots, damage, table,
+        qkv, None, torch.cat((angles.cos(), angles.sin()), 1), positions, slots, nan_flags, table,
         pool.pages[:, :, 1], HEADS, 0.0, scales,
     )  # fmt: skip
     cos, sin = (part[positions.long()][:, None] for part in (angles.cos(), angles.sin()))
@@ -64,7 +64,7 @@ def test_kernels_write_what_torch_rounds(dtype, dim, rotary):
     differing = codes(keys, *at).int() - quantize(k, scales[0]).int()
     assert differing.abs().max() <= 1 and differing.count_nonzero() <= 3
     assert not pool.pages[:, :, 0].view(torch.uint8).any()
-    assert not damage.any()
+    assert not nan_flags.any()
 
 
 @pytest.mark.parametrize(("singles", "chunks"), [(1, 0), (17, 0), (9, 4)])

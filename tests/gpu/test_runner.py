@@ -207,11 +207,11 @@ def test_a_small_step_by_graph_equals_the_same_without(checkpoint, pair):
     with torch.inference_mode():
         for count in (1, 2, 5, 8, 9, 14, 24):
             step = HostBatch.of(rows[:count])
-            flight = LaunchedStep(1, tuple(rows[:count]))
+            launched_step = LaunchedStep(1, tuple(rows[:count]))
             changes = runner._slots.changes(step.rows, {})
             if changes is not None:
                 runner._slots.write(*(to_device(array, CUDA) for array in changes))
-            want = runner._eager(runner._batch(step, every=False), step, False, flight).float()
+            want = runner._eager(runner._batch(step, every=False), step, False, launched_step).float()
             first = graphs.shape(step)
             for shape in [each for each in graphs._shapes if each >= first and each.rows >= len(step.rows)]:
                 used.add(shape)

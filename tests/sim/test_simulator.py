@@ -318,12 +318,12 @@ def test_one_wrong_byte_in_a_page_changes_the_output():
     decode = next(process for name, process in cluster.processes.items() if name == "d0")
     original = decode.runner.execute
 
-    def flip(flight):
-        for row in flight.plan.rows:
+    def flip(launched_step):
+        for row in launched_step.plan.rows:
             page = row.tables[0][0]
             if row.start > 4:
                 decode.pool.data[page * decode.pool.page_bytes + 3] ^= 1
-        original(flight)
+        original(launched_step)
 
     decode.runner.execute = flip
     with pytest.raises(Violation, match="tokens"):

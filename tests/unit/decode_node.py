@@ -35,8 +35,8 @@ class Runner(HashRunner):
         self._raise("launch")
         return super().launch(plan)
 
-    def read(self, flight):
-        result = super().read(flight)
+    def read(self, launched_step):
+        result = super().read(launched_step)
         self._raise("read")
         return result
 

@@ -51,7 +51,7 @@ def embedding(prompt: list[int], pooling: Pooling) -> int:
 
 
 @dataclass
-class Flight:
+class HashLaunchedStep:
     number: int
     result: StepResult
 
@@ -72,7 +72,7 @@ class HashRunner:
         self.steps: list[StepPlan] = []
         self.in_flight: deque[int] = deque()
 
-    def launch(self, plan: StepPlan) -> Flight:
+    def launch(self, plan: StepPlan) -> HashLaunchedStep:
         self.steps.append(plan)
         for source, target in plan.copies:
             self.pool[target] = list(self.pool[source])
@@ -116,11 +116,11 @@ class HashRunner:
                 state = states[-1] if row.pooling is Pooling.LAST else sum(states)
                 rows[-1].pooled = np.array([state], np.float32)
         self.in_flight.append(plan.number)
-        return Flight(plan.number, StepResult(plan.number, tuple(rows)))
+        return HashLaunchedStep(plan.number, StepResult(plan.number, tuple(rows)))
 
-    def done(self, flight: Flight) -> bool:
+    def done(self, launched_step: HashLaunchedStep) -> bool:
         return True
 
-    def read(self, flight: Flight) -> StepResult:
-        assert self.in_flight.popleft() == flight.number
-        return flight.result
+    def read(self, launched_step: HashLaunchedStep) -> StepResult:
+        assert self.in_flight.popleft() == launched_step.number
+        return launched_step.result

@@ -391,7 +391,7 @@ class Driver:
         self.tracks: dict[int, Track] = {}
         self.number = 0
         self._free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).tolist()
-        self._flight: LaunchedStep | None = None
+        self._launched: LaunchedStep | None = None
         self._recorded: list[torch.Tensor] = []
         plain = self.model.logits
         self.model.logits = lambda hidden: self._record(plain(hidden))  # type: ignore[method-assign]
@@ -451,20 +451,20 @@ class Driver:
     ) -> None:
         self.number += 1
         self._recorded.clear()
-        flight = self.runner.launch(StepPlan(self.number, tuple(rows), tuple(inits), tuple(copies)))
+        launched_step = self.runner.launch(StepPlan(self.number, tuple(rows), tuple(inits), tuple(copies)))
         sampling = [row for row in rows if row.sample]
         if sampling:
             for row, logits in zip(sampling, self._recorded[0], strict=True):
                 self.tracks[row.slot].logits[row.start + row.count] = logits
         self.finish()
-        self._flight = flight
+        self._launched = launched_step
 
     def finish(self) -> tuple[RowResult, ...]:
         """Reads the step in flight."""
-        if self._flight is None:
+        if self._launched is None:
             return ()
-        planned, result = self._flight.rows, self.runner.read(self._flight)
-        self._flight = None
+        planned, result = self._launched.rows, self.runner.read(self._launched)
+        self._launched = None
         for plan, row in zip(planned, result.rows, strict=True):
             assert row.error is None, row.error
             for slot, token in zip(plan.sample, row.tokens, strict=True):

@@ -27,7 +27,7 @@ def attempts(n=1, max_resumes=8, **options):
 
 
 def placed(made, nodes, now=0.0):
-    address = made.place(nodes, now, first)
+    address = made.choose(nodes, now, first)
     made.begin(address)
     return address
 
@@ -50,9 +50,9 @@ def test_a_node_that_failed_is_asked_again_a_little_later():
     _, made = attempts()
     placed(made, [A])
     made.ended(LOST, 5.0, lost=True)
-    wait = made.place([A], 5.0, first)
+    wait = made.choose([A], 5.0, first)
     assert isinstance(wait, Wait) and 0 < wait.seconds <= 0.1
-    assert made.place([A], 5.0 + wait.seconds, first) == "a"
+    assert made.choose([A], 5.0 + wait.seconds, first) == "a"
 
 
 def test_a_node_may_refuse_for_as_long_as_the_request_waits():
@@ -71,7 +71,7 @@ def test_refusals_cost_no_resume_and_full_nodes_end_what_has_no_output():
         placed(made, [A, B])
         made.ended(exhausted("full", "QUEUE_FULL"), 0.0, lost=False)
     with pytest.raises(BatonError, match="full"):
-        made.place([A, B], 0.0, first)
+        made.choose([A, B], 0.0, first)
     assert made.resumed == 0
 
 
@@ -83,16 +83,16 @@ def test_a_full_node_says_so_although_another_one_was_lost_since():
     placed(made, [B])
     made.ended(unavailable("b was lost", "DECODE_LOST"), 0.0, lost=True)
     with pytest.raises(BatonError) as raised:
-        made.place([A], 5.0, first)
+        made.choose([A], 5.0, first)
     assert raised.value.reason == "QUEUE_FULL"
 
 
 def test_waiting_for_a_node_ends():
     _, made = attempts()
-    assert isinstance(made.place([], 100.0, first), Wait)
-    assert isinstance(made.place([], 109.9, first), Wait)
+    assert isinstance(made.choose([], 100.0, first), Wait)
+    assert isinstance(made.choose([], 109.9, first), Wait)
     with pytest.raises(BatonError) as error:
-        made.place([], 110.1, first)
+        made.choose([], 110.1, first)
     assert error.value.reason == "NO_DECODE_NODE"
 
 
@@ -124,11 +124,11 @@ def test_with_every_last_token_there_is_nothing_to_resume():
 
 def test_a_pulse_asks_once_and_tells_silence():
     liveness = Liveness(8.0)
-    assert not liveness.tick(0.0, wanted=False)
-    assert liveness.tick(1.0, wanted=True) and not liveness.tick(2.0, wanted=True)
+    assert not liveness.tick(0.0, active=False)
+    assert liveness.tick(1.0, active=True) and not liveness.tick(2.0, active=True)
     assert not liveness.silent(8.9)
     for now in range(3, 11):
-        liveness.tick(float(now), wanted=True)
+        liveness.tick(float(now), active=True)
     assert liveness.silent(9.1)
     liveness.received()
     assert not liveness.silent(9.1)
@@ -136,8 +136,8 @@ def test_a_pulse_asks_once_and_tells_silence():
 
 def test_a_pause_of_its_own_is_no_silence_of_the_node():
     liveness = Liveness(8.0)
-    assert liveness.tick(0.0, wanted=True)
-    assert liveness.tick(60.0, wanted=True) and not liveness.silent(60.0)
+    assert liveness.tick(0.0, active=True)
+    assert liveness.tick(60.0, active=True) and not liveness.silent(60.0)
 
 
 @pytest.mark.parametrize(

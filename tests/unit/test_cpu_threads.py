@@ -27,8 +27,8 @@ class Costly:
     def clock(self):
         return self.time
 
-    def read(self, flight):
-        return StepResult(flight)
+    def read(self, launched_step):
+        return StepResult(launched_step)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_rows_that_change_and_how():
     slots = np.array([5, 3, 0, 4, 2, 6])
     change = edits(states(), slots)
     assert change.rows.tolist() == [0, 1, 3, 4]
-    assert change.places.tolist() == [0, 1, -1, 2, 3, -1]
+    assert change.row_index.tolist() == [0, 1, -1, 2, 3, -1]
     assert len(set(change.at.tolist())) == len(change.at)
     logits = torch.randn(len(slots), VOCAB)
     changed = logits[torch.from_numpy(change.rows)].clone()

@@ -32,7 +32,7 @@ def test_the_sooner_of_two_measured_speeds_is_chosen_until_it_is_not_any_more():
         if here != before:
             changes.append(number)
         before = here
-        (choice.own if here else there).add(
+        (choice.local if here else there).add(
             tokens, (2e-3 if here else slow) * tokens * draw.uniform(0.95, 1.05)
         )
         if not here:
@@ -47,7 +47,7 @@ def test_equal_speeds_do_not_make_the_choice_go_back_and_forth():
         tokens = draw.randrange(10, 1000)
         here = choice.in_place(tokens, 0, there.cost)
         changes, before = changes + (here != before), here
-        (choice.own if here else there).add(tokens, 1e-3 * tokens * draw.uniform(0.9, 1.1))
+        (choice.local if here else there).add(tokens, 1e-3 * tokens * draw.uniform(0.9, 1.1))
     assert changes <= 2
 
 

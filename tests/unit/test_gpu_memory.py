@@ -31,9 +31,9 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def pages(own: float, free: float, fraction: float, total: float = 100, working: float = 0) -> int:
+def pages(reserved: float, free: float, fraction: float, total: float = 100, working: float = 0) -> int:
     return fitting(
-        int(own * GIB), int(working * GIB), int(free * GIB), int(total * GIB), fraction, LAYOUT, 1024
+        int(reserved * GIB), int(working * GIB), int(free * GIB), int(total * GIB), fraction, LAYOUT, 1024
     )
 
 
@@ -46,20 +46,20 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 
 
 def test_the_fraction_counts_what_is_the_processs_own():
-    assert pages(own=20, free=80, fraction=0.9) == 70 * 128 - 1
+    assert pages(reserved=20, free=80, fraction=0.9) == 70 * 128 - 1
     # The second of two that share: the first has taken its half.
-    assert pages(own=20, free=35, fraction=0.45) == 25 * 128 - 1
+    assert pages(reserved=20, free=35, fraction=0.45) == 25 * 128 - 1
 
 
 def test_never_more_than_most_of_what_is_free():
-    assert pages(own=0, free=10, fraction=0.9) == int(9.5 * 128) - 1
+    assert pages(reserved=0, free=10, fraction=0.9) == int(9.5 * 128) - 1
 
 
 def test_what_computing_takes_is_left_free():
-    assert pages(own=20, free=80, fraction=0.9, working=3) == 67 * 128 - 1
-    assert pages(own=0, free=10, fraction=0.9, working=3) == int(6.5 * 128) - 1
+    assert pages(reserved=20, free=80, fraction=0.9, working=3) == 67 * 128 - 1
+    assert pages(reserved=0, free=10, fraction=0.9, working=3) == int(6.5 * 128) - 1
     with pytest.raises(BatonError, match=r"computing takes 71\.00 GiB.*lower --token-budget"):
-        pages(own=20, free=80, fraction=0.9, working=71)
+        pages(reserved=20, free=80, fraction=0.9, working=71)
 
 
 def test_penalties_allocate_nothing_after_the_start():
@@ -128,6 +128,6 @@ def test_the_largest_steps_have_prompts_and_decode_rows_in_all_slots(context, de
 
 
 def test_too_little_is_an_error_that_says_what_to_do():
-    for own, free, fraction in ((50, 50, 0.5), (0, 0.05, 0.9), (60, 40, 0.45)):
+    for reserved, free, fraction in ((50, 50, 0.5), (0, 0.05, 0.9), (60, 40, 0.45)):
         with pytest.raises(BatonError, match=r"does not fit: .*raise --memory-fraction"):
-            pages(own, free, fraction)
+            pages(reserved, free, fraction)

@@ -102,7 +102,7 @@ def test_as_if_the_forbidden_logits_were_not_there(params):
         # Log-probabilities and the check for damaged logits see the unmodified ones.
         assert got.peaks.tolist() == logits.amax(-1).tolist()
         if params.logprobs is not None:
-            (read,) = got.logprobs.read(got.wanted)
+            (read,) = got.logprobs.read(got.logprob_counts)
             assert read.logprob == pytest.approx(float(logits.log_softmax(-1)[0, read.token]), abs=1e-5)
             assert [token for token, _ in read.top] == logits[0].topk(3).indices.tolist()
         output += got.tokens.tolist()
@@ -258,7 +258,7 @@ def test_masks_for_a_device_equal_those_for_the_host():
     assert torch.equal(host[[0, 2]], logits[[0, 2]])
     bits = np.unpackbits(masks.on(CPU).numpy().view(np.uint8), bitorder="little")[:VOCAB]
     assert torch.equal(host[1], logits[1].masked_fill(torch.from_numpy(bits == 0), -torch.inf))
-    assert masks.places(3).tolist() == [0, -1, -1]
+    assert masks.row_index(3).tolist() == [0, -1, -1]
 
 
 def test_what_masks_take_is_added_up(monkeypatch):

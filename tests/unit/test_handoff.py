@@ -841,7 +841,7 @@ def test_a_name_that_has_ended_is_refused_and_what_is_said_of_it_is_no_longer_co
     world.run()
     world.check(request)
     world.disconnect("p0")
-    assert not fetches._heard.get("p0"), "nothing of it stays"
+    assert not fetches._last_seen.get("p0"), "nothing of it stays"
 
 
 def test_a_grammar_of_another_attempt_of_that_name_is_dropped():

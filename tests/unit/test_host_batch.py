@@ -126,36 +126,38 @@ def test_damage_ends_with_its_sequence():
         changes = there.changes([PlanRow(1, None, start, (tuple(pages),))], {})
         if changes is not None:
             write(there, changes)
-        assert there.damage.isnan().tolist() == [False, damaged, False]
-        there.damage[1] = torch.nan
+        assert there.nan_flags.isnan().tolist() == [False, damaged, False]
+        there.nan_flags[1] = torch.nan
     there.forget([row(0, [8])])  # a step of others has failed
     write(there, there.changes([PlanRow(1, None, 3, ((3,),))], {}))
-    assert there.damage.isnan().tolist() == [False, True, False]
+    assert there.nan_flags.isnan().tolist() == [False, True, False]
     # A hand-off of the same length, into the same slot and pages.
     write(there, there.changes([PlanRow(1, None, 4, ((3,),))], {1: 7}))
-    assert there.damage.isnan().tolist() == [False, False, False]
+    assert there.nan_flags.isnan().tolist() == [False, False, False]
     # A second choice of a prompt of the same length, likewise.
-    there.damage[1] = torch.nan
+    there.nan_flags[1] = torch.nan
     write(there, there.changes([PlanRow(0, (5, 5, 5, 5, 5), 0, ((4,),), (0, 1))], {}))
     assert there.changes([PlanRow(1, None, 5, ((3,),))], {}) is None
-    assert there.damage.isnan().tolist() == [False, False, False]
+    assert there.nan_flags.isnan().tolist() == [False, False, False]
 
 
 def test_what_a_failed_step_did_not_write_is_due_in_the_next():
     there = DeviceSlots(2, 4, 9, CPU)
     write(there, there.changes([row(0, [1], 3), row(1, [2], 3)], {}))
-    there.damage[:2] = torch.nan
+    there.nan_flags[:2] = torch.nan
     failed = [PlanRow(1, (5, 5), 0, ((3,),))]
     there.changes(failed, {})
     there.forget(failed)
     # A sequence of the same length in slot 1; slot 0 goes on with its own.
     write(there, there.changes([row(0, [1], 4), row(1, [4], 2)], {}))
     assert there.tables[:2, 0, 0].tolist() == [1, 4]
-    assert there.damage.isnan().tolist() == [True, False, False]
-    there.damage[1] = torch.nan  # by that step, behind which one of others fails before its changes are made
+    assert there.nan_flags.isnan().tolist() == [True, False, False]
+    there.nan_flags[1] = (
+        torch.nan
+    )  # by that step, behind which one of others fails before its changes are made
     there.forget([])
     write(there, there.changes([row(1, [4], 3)], {}))
-    assert there.damage.isnan().tolist() == [True, True, False]
+    assert there.nan_flags.isnan().tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("pages", [(4,), (6, 7)])
@@ -165,7 +167,7 @@ def test_damage_of_a_sequence_that_failed_with_its_step_is_not_the_next_ones(fai
     before its changes are written, or behind; or of a step of others, when that one had ended."""
     there = DeviceSlots(2, 4, 9, CPU)
     write(there, there.changes([row(0, [1], 3), PlanRow(1, (5,) * 4, 0, ((4,),))], {}))
-    there.damage[1] = torch.nan
+    there.nan_flags[1] = torch.nan
     if failure == "of others":
         failed, start = [row(0, [1], 4)], 4
     else:
@@ -177,7 +179,7 @@ def test_damage_of_a_sequence_that_failed_with_its_step_is_not_the_next_ones(fai
     new = there.changes([PlanRow(1, (7, 7), start, (pages,))], {})
     write(there, new)
     same = failure == "of others" and pages == (4,)  # it may be the sequence itself that goes on
-    assert there.damage.isnan().tolist() == [False, same, False]
+    assert there.nan_flags.isnan().tolist() == [False, same, False]
 
 
 def test_rows_of_one_token_come_first():
@@ -194,7 +196,7 @@ def test_rows_of_one_token_come_first():
     assert batch.token_slots.tolist() == [1, 2, 3, 3, 3] and batch.row_slots.tolist() == [1, 2, 3]
     assert batch.starts.tolist() == [0, 1, 2, 5] and batch.lengths.tolist() == [10, 1, 7]
     assert batch.slots.tolist() == [3, 1] and batch.targets.tolist() == [7, 10]
-    assert batch.wanted.tolist() == [4, 0]
+    assert batch.logits_indices.tolist() == [4, 0]
 
 
 def test_upload():
@@ -252,4 +254,4 @@ def test_rows_that_follow_unread_drafts(seed):
     assert all(there.right[one.slot] == 0 for one in rows)
     # What is sampled first is behind the token that it is sampled from.
     firsts = np.cumsum(host.depths) - host.depths
-    assert known.targets.tolist() == [known.positions[known.wanted[at]] + 1 for at in firsts]
+    assert known.targets.tolist() == [known.positions[known.logits_indices[at]] + 1 for at in firsts]

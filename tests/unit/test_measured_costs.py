@@ -43,8 +43,8 @@ class Machine:
         self.plans.append(plan)
         return self.runner.launch(plan)
 
-    def read(self, flight):
-        return self.runner.read(flight)
+    def read(self, launched_step):
+        return self.runner.read(launched_step)
 
     def measure(self, **options):
         return measure_step_cost(self, options.pop("limits", LIMITS), clock=lambda: self.now, **options)
@@ -85,8 +85,8 @@ def test_a_slow_machine_is_not_measured_for_long():
     machine = Machine()
     took = machine.runner.read
 
-    def read(flight):
-        result = took(flight)
+    def read(launched_step):
+        result = took(launched_step)
         machine.now += 0.3 if len(machine.plans) == 6 else 0.0
         return result
 
@@ -100,8 +100,8 @@ def test_a_busy_machine_is_measured_when_it_is_free():
     machine = Machine()
     took = machine.runner.read
 
-    def read(flight):
-        result = took(flight)
+    def read(launched_step):
+        result = took(launched_step)
         machine.now += 0.2 if len(machine.plans) <= 4 else 0.0
         return result
 

@@ -108,8 +108,8 @@ def test_heads_that_know_are_right(checkpoint, tmp_path):
         text, found = prompt + output, []
         read = runner.read
 
-        def kept(flight, read=read, found=found):
-            result = read(flight)
+        def kept(launched_step, read=read, found=found):
+            result = read(launched_step)
             found.append(result.rows[0].hidden)
             return result
 

@@ -57,7 +57,7 @@ def come(master, cluster=CLUSTER, rank=1, purpose=PLANS, **settings):
 def test_a_rank_joins_and_both_sides_talk(master):
     joined = come(master)
     (channel,) = master.await_all(SECONDS).values()
-    assert joined.store == STORE and joined.own == "127.0.0.1"
+    assert joined.store == STORE and joined.own_address == "127.0.0.1"
     channel.send_plan(b"plan", 3)
     channel.send(Started())
     joined.channel.send_bytes(bytes(2**20))
@@ -265,8 +265,8 @@ def connect(master, tls):
     """A TLS connection whose own side checks nothing."""
     context = tls.ssl_context(server=False)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    own = socket.create_connection(("127.0.0.1", master.port), SECONDS)
-    return Channel(context.wrap_socket(own), SECONDS)
+    own_address = socket.create_connection(("127.0.0.1", master.port), SECONDS)
+    return Channel(context.wrap_socket(own_address), SECONDS)
 
 
 @pytest.mark.parametrize("tls", ["another secret", "none", "another CA"])
@@ -329,8 +329,8 @@ class Hosts:
             thread.start()
             self.served.append(thread)
             others.append(RemotePart(part, Channel(ours, SECONDS)))
-        own = HostPages(memoryview(self.memory[0]), parts[0].count)
-        self.pages = PagesOfHosts(PAGE, own, parts[0], others)
+        own_address = HostPages(memoryview(self.memory[0]), parts[0].count)
+        self.pages = PagesOfHosts(PAGE, own_address, parts[0], others)
         self.errors: list[ChannelError] = []
 
     def serve(self, channel, memory, count):

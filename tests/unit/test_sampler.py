@@ -135,7 +135,7 @@ def test_equals_the_reference_for_any_mix_of_parameters(case):
         assert samples.logprob_rows == wanted
         if samples.logprobs is not None:
             expected = logits.double().log_softmax(-1)
-            for row, entry in zip(wanted, samples.logprobs.read(samples.wanted), strict=True):
+            for row, entry in zip(wanted, samples.logprobs.read(samples.logprob_counts), strict=True):
                 assert entry.token == tokens[row]
                 assert entry.logprob == pytest.approx(expected[row, tokens[row]].item(), abs=1e-5)
                 assert len(entry.top) == params[chosen[row]].logprobs

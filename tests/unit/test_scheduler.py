@@ -72,8 +72,8 @@ class Engine:
         for page in (page for pair in plan.copies for page in pair):
             assert self.allocator.state(page) is not PageState.FREE
 
-    def finish_step(self, step, flight):
-        self.scheduler.commit(step, self.runner.read(flight))
+    def finish_step(self, step, launched_step):
+        self.scheduler.commit(step, self.runner.read(launched_step))
         for event in self.scheduler.take_events():
             if isinstance(event, TokenEvent):
                 name = (event.sequence.request.key, event.sequence.index)
@@ -255,13 +255,13 @@ def test_nobody_is_retracted_while_pages_are_about_to_be_freed():
     for _ in range(4):
         engine.turn()
     step = engine.scheduler.plan()
-    flight = engine.runner.launch(step.plan)
+    launched_step = engine.runner.launch(step.plan)
     engine.scheduler.close(requests[2])
     others = engine.cache.hold([])
     engine.cache.extend(others, engine.scheduler.reservations.headroom)
     assert [r.sequences[0].computed for r in requests[:2]] == [12, 12] and engine.cache.pending
     assert engine.scheduler.plan() is None and not engine.scheduler.retractions
-    engine.finish_step(step, flight)
+    engine.finish_step(step, launched_step)
     assert len(engine.scheduler.plan().plan.rows) == 2 and not engine.scheduler.retractions
 
 
@@ -376,8 +376,8 @@ def test_pages_of_logits_that_are_no_numbers_are_not_cached(size):
     engine.scheduler.submit(first)
     read = engine.runner.read
 
-    def damaged(flight):
-        result = read(flight)
+    def damaged(launched_step):
+        result = read(launched_step)
         return StepResult(result.number, tuple(RowResult(error="not finite") for _ in result.rows))
 
     engine.runner.read = damaged
@@ -396,8 +396,8 @@ def test_pages_of_earlier_chunks_leave_the_cache_when_the_last_one_fails():
     engine = Engine(budget=8)
     read = engine.runner.read
 
-    def damaged(flight):
-        result = read(flight)
+    def damaged(launched_step):
+        result = read(launched_step)
         rows = (RowResult(error="not finite") if row.tokens else row for row in result.rows)
         return StepResult(result.number, tuple(rows))
 

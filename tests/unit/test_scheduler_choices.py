@@ -126,11 +126,11 @@ def test_a_copy_keeps_its_page_and_slot_until_its_step_has_retired():
     r.paused = True
     step = engine.scheduler.plan()
     ((_, page),), slot = step.plan.copies, r.sequences[1].slot
-    flight = engine.runner.launch(step.plan)
+    launched_step = engine.runner.launch(step.plan)
     assert not step.plan.rows
     engine.scheduler.close(r)
     assert engine.allocator.state(page) is not PageState.FREE and not engine.scheduler.slots.is_free(slot)
-    engine.finish_step(step, flight)
+    engine.finish_step(step, launched_step)
     assert engine.allocator.state(page) is PageState.FREE and engine.scheduler.slots.is_free(slot)
 
 

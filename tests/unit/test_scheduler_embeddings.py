@@ -102,9 +102,11 @@ def test_a_runner_that_computes_none():
 
     class Without(HashRunner):
         def launch(self, plan):
-            flight = super().launch(plan)
-            flight.result = type(flight.result)(plan.number, tuple(RowResult() for _ in plan.rows))
-            return flight
+            launched_step = super().launch(plan)
+            launched_step.result = type(launched_step.result)(
+                plan.number, tuple(RowResult() for _ in plan.rows)
+            )
+            return launched_step
 
     engine.runner = Without(64, 4, 8)
     engine.scheduler.submit(embed("a", range(10)))

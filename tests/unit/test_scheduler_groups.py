@@ -35,7 +35,7 @@ class Engine:
         self.cache = KvCacheManager(PageAllocator(pages, pool.generations), PrefixTree(size, groups=groups))
         limits = {"context_length": 1000, "output_margin": 4, **config}
         self.scheduler = Scheduler(self.cache, SchedulerConfig(token_budget=budget, max_rows=rows, **limits))
-        self.runner = SimRunner(pool, rows, lambda flight: None, lambda plan, page: None, windows)
+        self.runner = SimRunner(pool, rows, lambda launched_step: None, lambda plan, page: None, windows)
         self.overlap = overlap
         self.pending = None
         self.tokens: dict[tuple[object, int], list[int]] = {}
@@ -57,9 +57,9 @@ class Engine:
         if self.overlap:
             due, self.pending = self.pending, launched
         if due is not None:
-            flight: SimLaunchedStep = due[1]
-            self.runner.execute(flight)
-            self.scheduler.commit(due[0], self.runner.read(flight))
+            launched_step: SimLaunchedStep = due[1]
+            self.runner.execute(launched_step)
+            self.scheduler.commit(due[0], self.runner.read(launched_step))
         self.cache.check()
         check_scheduler(self.scheduler)
         assert self.scheduler.reservations.total <= self.cache.available

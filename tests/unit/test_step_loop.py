@@ -38,12 +38,12 @@ class Device:
         self.launched.release()
         return plan
 
-    def done(self, flight):
+    def done(self, launched_step):
         return self.end.is_set()
 
-    def read(self, flight):
+    def read(self, launched_step):
         assert self.end.wait(10.0)
-        return StepResult(flight.number)
+        return StepResult(launched_step.number)
 
 
 class Step:
@@ -162,11 +162,11 @@ class Steady(Device):
         self.free = max(self.free, time.monotonic()) + 0.03
         return self.free, plan
 
-    def done(self, flight):
-        return time.monotonic() >= flight[0]
+    def done(self, launched_step):
+        return time.monotonic() >= launched_step[0]
 
-    def read(self, flight):
-        return StepResult(flight[1].number)
+    def read(self, launched_step):
+        return StepResult(launched_step[1].number)
 
 
 def test_what_a_step_yields_goes_out_before_the_next_is_planned(monkeypatch):

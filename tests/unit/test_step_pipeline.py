@@ -27,13 +27,13 @@ class Runner(HashRunner):
             raise MemoryError("no memory left")
         return super().launch(plan)
 
-    def done(self, flight):
+    def done(self, launched_step):
         if self.fail_read:
             raise RuntimeError("no answer")
-        return super().done(flight)
+        return super().done(launched_step)
 
-    def read(self, flight):
-        result = super().read(flight)
+    def read(self, launched_step):
+        result = super().read(launched_step)
         if self.fail_read:
             self.fail_read = False
             raise RuntimeError("no answer")

@@ -64,4 +64,8 @@ def test_a_graph_has_room_for_all_that_is_sampled():
     ]
     for step in (HostBatch.of(rows), HostBatch.of(rows[:1])):
         shape = graphs.shape(step)
-        assert shape is not None and shape.rows >= len(step.slots) and shape.wanted >= len(step.wanted)
+        assert (
+            shape is not None
+            and shape.rows >= len(step.slots)
+            and shape.num_logits >= len(step.logits_indices)
+        )

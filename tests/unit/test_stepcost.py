@@ -78,7 +78,7 @@ def test_a_timed_runner_takes_its_time_and_is_a_function_of_seed_and_position():
     # Two steps in flight, as with overlap: the second begins when the first has ended.
     first = runner.launch(StepPlan(1, (chunk,), (init,)))
     second = runner.launch(StepPlan(2, (decode,)))
-    tokens = [runner.read(flight).rows[0].tokens[0] for flight in (first, second)]
+    tokens = [runner.read(launched_step).rows[0].tokens[0] for launched_step in (first, second)]
     assert slept == pytest.approx(
         [
             COST.seconds(StepLoad(prefill_tokens=3, attention_pairs=6)),
@@ -87,6 +87,6 @@ def test_a_timed_runner_takes_its_time_and_is_a_function_of_seed_and_position():
     )
     again = TimedRunner(COST, max_slots=4, vocab_size=500, clock=lambda: now[0], sleep=sleep)
     resumed = PlanRow(slot=2, tokens=(1, 2, 3, tokens[0]), start=0, tables=((0,),), sample=(2,))
-    flight = again.launch(StepPlan(1, (resumed,), (SlotInit(2, params, 7, (), ()),)))
-    assert again.read(flight).rows[0].tokens[0] == tokens[1]
+    launched_step = again.launch(StepPlan(1, (resumed,), (SlotInit(2, params, 7, (), ()),)))
+    assert again.read(launched_step).rows[0].tokens[0] == tokens[1]
     assert tokens[0] != tokens[1] and all(0 <= token < 500 for token in tokens)

@@ -16,7 +16,7 @@ CACHE = {"cache_control": "every prompt finds what is cached of it"}
 
 
 class TextBlock(Strict):
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = {**CACHE, "citations": "are the client's own record"}
 
     type: Literal["text"]
@@ -46,7 +46,7 @@ class ContentSource(Strict):
 class Document(Strict):
     """A text that was a file, with its title and what is said about it before it."""
 
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = {**CACHE, "citations": "the model gives none"}
 
     type: Literal["document"]
@@ -54,17 +54,17 @@ class Document(Strict):
     title: str | None = None
     context: str | None = None
 
-    def pieces(self, place: str) -> Iterator[tuple[str, Saying]]:
+    def pieces(self, path: str) -> Iterator[tuple[str, Saying]]:
         source = self.source
         if head := "\n".join(filter(None, (self.title, self.context))):
-            yield place, Words(f"{head}\n")
+            yield path, Words(f"{head}\n")
         content = source.data if isinstance(source, TextSource) else source.content
-        yield from pieces(content, f"{place}.source")
-        yield place, Words(BREAK)
+        yield from pieces(content, f"{path}.source")
+        yield path, Words(BREAK)
 
 
 class SearchResult(Strict):
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = {**CACHE, "citations": "the model gives none"}
 
     type: Literal["search_result"]
@@ -80,7 +80,7 @@ class SearchResult(Strict):
 class ToolReference(Strict):
     """A tool that a search for tools has found. All tools are shown to the model: its name says which."""
 
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = CACHE
 
     type: Literal["tool_reference"]
@@ -107,7 +107,7 @@ ResultBlock = Annotated[
 
 
 class ToolUse(Strict):
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = {**CACHE, "caller": "is the client's own record"}
 
     type: Literal["tool_use"]
@@ -117,7 +117,7 @@ class ToolUse(Strict):
 
 
 class ToolResult(Strict):
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = {
         **CACHE,
         "is_error": "no template here shows it: say it in the content",
@@ -129,7 +129,7 @@ class ToolResult(Strict):
 
 
 class Thinking(Strict):
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = {"signature": "thinking is not signed here"}
 
     type: Literal["thinking"]
@@ -137,14 +137,14 @@ class Thinking(Strict):
 
 
 class RedactedThinking(Strict):
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = {"data": "no model here can read it"}
 
     type: Literal["redacted_thinking"]
 
 
 class LeftOutBlock(LeftOut):
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
 
     type: Literal[
         "server_tool_use",
@@ -184,23 +184,23 @@ Said = TextBlock | ImageBlock | Document | SearchResult | ToolReference
 """Blocks that are text or an image to the model."""
 
 
-def pieces(given: str | Sequence[Said] | None, place: str) -> Iterator[tuple[str, Saying]]:
+def pieces(content: str | Sequence[Said] | None, path: str) -> Iterator[tuple[str, Saying]]:
     """What is said, part by part. place: of what has the content, in the body."""
-    if given is None or isinstance(given, str):
-        yield place, Words(given or "")
+    if content is None or isinstance(content, str):
+        yield path, Words(content or "")
         return
-    for index, block in enumerate(given):
-        yield from block_pieces(block, f"{place}.content[{index}]")
+    for index, block in enumerate(content):
+        yield from block_pieces(block, f"{path}.content[{index}]")
 
 
-def block_pieces(block: Said, place: str) -> Iterator[tuple[str, Saying]]:
+def block_pieces(block: Said, path: str) -> Iterator[tuple[str, Saying]]:
     if isinstance(block, Document):
-        yield from block.pieces(place)
+        yield from block.pieces(path)
     else:
-        yield place, block
+        yield path, block
 
 
-def said(given: str | Sequence[TextBlock] | None) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    return "".join(block.said for block in given)
+def said(content: str | Sequence[TextBlock] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.said for block in content)

@@ -30,14 +30,14 @@ from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 
 class AnthropicMessage(Strict):
-    PLACE = "messages"
+    FIELD_PATH = "messages"
 
     role: Literal["user", "assistant", "system"]
     content: str | Elements[ContentBlock]
 
 
 class AnthropicTool(Strict):
-    PLACE = "tools"
+    FIELD_PATH = "tools"
     HINTS: ClassVar[Mapping[str, str]] = {
         **CACHE,
         "eager_input_streaming": "calls come whole",
@@ -70,7 +70,7 @@ class AnthropicToolChoice(Strict):
 
 
 class ThinkingChoice(Strict):
-    PLACE = "thinking"
+    FIELD_PATH = "thinking"
     HINTS: ClassVar[Mapping[str, str]] = {
         "budget_tokens": "max_tokens bounds thinking and answer together",
         "display": "thinking is shown",
@@ -80,14 +80,14 @@ class ThinkingChoice(Strict):
 
 
 class OutputFormat(Strict):
-    PLACE = "output_config.format"
+    FIELD_PATH = "output_config.format"
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    PLACE = "output_config"
+    FIELD_PATH = "output_config"
 
     effort: EFFORTS | None = None
     format: OutputFormat | None = None
@@ -227,18 +227,18 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: AnthropicMessage, fiel
     calls: list[ToolUse] = []
     thoughts: list[str] = []
     for index, block in enumerate(message.content):
-        place = f"{field}.content[{index}]"
+        path = f"{field}.content[{index}]"
         if isinstance(block, ToolResult):
             if message.role != "user":
-                raise invalid_value(place, f"{place}: a tool_result is of the user")
+                raise invalid_value(path, f"{path}: a tool_result is of the user")
             result = chat.messages.add(role="tool", tool_call_id=block.tool_use_id)
-            say(result, pieces(block.content, place))
+            say(result, pieces(block.content, path))
         elif isinstance(block, Said):
-            spoken += block_pieces(block, place)
+            spoken += block_pieces(block, path)
         elif isinstance(block, LeftOutBlock):
             continue
         elif message.role != "assistant":
-            raise invalid_value(place, f"{place}: {block.type} is of the assistant")
+            raise invalid_value(path, f"{path}: {block.type} is of the assistant")
         elif isinstance(block, ToolUse):
             calls.append(block)
         elif isinstance(block, Thinking):

@@ -65,13 +65,13 @@ def embed_request(body: EmbeddingsRequest) -> inference_pb2.EmbedRequest:
     request = inference_pb2.EmbedRequest(model=body.model)
     if body.pooling is not None:
         request.pooling = _POOLING[body.pooling]
-    given = body.input
-    if isinstance(given, str):
-        request.inputs.add(text=given)
-    elif given and isinstance(given[0], int):
-        request.inputs.add().tokens.token_ids.extend(each for each in given if isinstance(each, int))
+    texts = body.input
+    if isinstance(texts, str):
+        request.inputs.add(text=texts)
+    elif texts and isinstance(texts[0], int):
+        request.inputs.add().tokens.token_ids.extend(each for each in texts if isinstance(each, int))
     else:
-        for each in given:
+        for each in texts:
             if isinstance(each, str):
                 request.inputs.add(text=each)
             elif isinstance(each, list):

@@ -79,9 +79,9 @@ class HttpAuthentication:
 
 def _credentials(headers: Headers) -> str:
     """What the request's `authorization` header says; x-api-key is another way to say `Bearer KEY`."""
-    given = authorization(headers)
-    keys = {f"Bearer {key}" for key in headers.getlist("x-api-key")} - {given}
-    return ",".join([*([given] if given else []), *sorted(keys)])
+    header = authorization(headers)
+    keys = {f"Bearer {key}" for key in headers.getlist("x-api-key")} - {header}
+    return ",".join([*([header] if header else []), *sorted(keys)])
 
 
 class RequestIds:
@@ -93,8 +93,8 @@ class RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
+        header = Headers(scope=scope).get("x-request-id", "")
+        id = header if re.fullmatch(r"[\x21-\x7e]{1,128}", header) else uuid.uuid4().hex
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":

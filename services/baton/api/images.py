@@ -20,7 +20,7 @@ PART, IMAGE = "[part]", "[image]"
 """Tags of parts that may be images. Their brackets keep them out of the fields that errors name."""
 _DETAIL = {"detail": "images are resized as the model wants them"}
 _CACHE = {"cache_control": "every prompt finds what is cached of it"}
-Given = Annotated[str, Field(min_length=1)]
+NonEmpty = Annotated[str, Field(min_length=1)]
 
 
 class Image(Strict):
@@ -34,7 +34,7 @@ class Image(Strict):
         if isinstance(reading, Reading) and reading.omit_images:
             self._take()
             self._omitted = True
-            reading.ignored.add(f"{self.PLACE}.image")
+            reading.ignored.add(f"{self.FIELD_PATH}.image")
         return self
 
     @property
@@ -42,15 +42,15 @@ class Image(Strict):
         """What the model reads in its place; empty: it is shown."""
         return OMITTED if self._omitted else ""
 
-    def show(self, part: tokenizer_pb2.ContentPart, place: str) -> None:
+    def show(self, part: tokenizer_pb2.ContentPart, path: str) -> None:
         """Makes `part` the image, which is not kept here. place: of the part in the body. Raises ApiError."""
-        given = self._take()
-        part.name = name = f"{place}.{self._field()}"
+        source_text = self._take()
+        part.name = name = f"{path}.{self._field()}"
         try:
-            if given.strip()[:6].lower() == "https:":
-                part.image_url = given.strip()
+            if source_text.strip()[:6].lower() == "https:":
+                part.image_url = source_text.strip()
             else:
-                part.image = self._read(given)
+                part.image = self._read(source_text)
         except PictureError as error:
             raise invalid_value(name, f"{name} {error}") from None
 
@@ -62,22 +62,22 @@ class Image(Strict):
         """What it holds; from then on nothing."""
         raise NotImplementedError
 
-    def _read(self, given: str) -> bytes:
+    def _read(self, source_text: str) -> bytes:
         """Raises PictureError."""
-        return from_data_uri(given)
+        return from_data_uri(source_text)
 
 
 class Address(Strict):
-    PLACE = "messages.content.image_url"
+    FIELD_PATH = "messages.content.image_url"
     HINTS: ClassVar[Mapping[str, str]] = _DETAIL
 
-    url: Given
+    url: NonEmpty
 
 
 class ChatImage(Image):
     """In /v1/chat/completions."""
 
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = _CACHE
 
     type: Literal["image_url"]
@@ -87,42 +87,42 @@ class ChatImage(Image):
         return "image_url"
 
     def _take(self) -> str:
-        given, self.image_url.url = self.image_url.url, ""
-        return given
+        source_text, self.image_url.url = self.image_url.url, ""
+        return source_text
 
 
 class InputImage(Image):
     """In /v1/responses."""
 
-    PLACE = "input.content"
+    FIELD_PATH = "input.content"
     HINTS: ClassVar[Mapping[str, str]] = _DETAIL
 
     type: Literal["input_image"]
-    image_url: Given
+    image_url: NonEmpty
 
     def _field(self) -> str:
         return "image_url"
 
     def _take(self) -> str:
-        given, self.image_url = self.image_url, ""
-        return given
+        source_text, self.image_url = self.image_url, ""
+        return source_text
 
 
 class Base64Source(Strict):
     type: Literal["base64"]
     media_type: str
-    data: Given
+    data: NonEmpty
 
 
 class UrlSource(Strict):
     type: Literal["url"]
-    url: Given
+    url: NonEmpty
 
 
 class ImageBlock(Image):
     """In /v1/messages."""
 
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS: ClassVar[Mapping[str, str]] = _CACHE
 
     type: Literal["image"]
@@ -134,13 +134,13 @@ class ImageBlock(Image):
     def _take(self) -> str:
         source = self.source
         if isinstance(source, UrlSource):
-            given, source.url = source.url, ""
+            source_text, source.url = source.url, ""
         else:
-            given, source.data = source.data, ""
-        return given
+            source_text, source.data = source.data, ""
+        return source_text
 
-    def _read(self, given: str) -> bytes:
-        return from_data_uri(given) if isinstance(self.source, UrlSource) else from_base64(given)
+    def _read(self, source_text: str) -> bytes:
+        return from_data_uri(source_text) if isinstance(self.source, UrlSource) else from_base64(source_text)
 
 
 class Saying(Protocol):
@@ -163,14 +163,14 @@ Pieces = Iterable[tuple[str, Saying]]
 
 def say(message: tokenizer_pb2.ChatMessage, pieces: Pieces) -> None:
     """Gives the message what it says: a text, or texts and images. Raises ApiError."""
-    given = list(pieces)
-    if not any(_shown(piece) for _, piece in given):
-        message.content = "".join(piece.said for _, piece in given)
+    found = list(pieces)
+    if not any(_shown(piece) for _, piece in found):
+        message.content = "".join(piece.said for _, piece in found)
         return
-    for place, piece in given:
+    for path, piece in found:
         part = message.parts.add()  # in place: to append one holds the interpreter for several copies of it
         if _shown(piece):
-            piece.show(part, place)
+            piece.show(part, path)
         else:
             part.text = piece.said
 
@@ -183,7 +183,7 @@ def image_or_part(kind: str) -> Discriminator:
     """Parts of type `kind` are images, all others are not."""
 
     def tag(value: Any) -> str:
-        given = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-        return IMAGE if given == kind else PART
+        type_here = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
+        return IMAGE if type_here == kind else PART
 
     return Discriminator(tag)

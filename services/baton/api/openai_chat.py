@@ -44,7 +44,7 @@ _REPLAYED = {
 
 
 class JsonSchema(Strict):
-    PLACE = "response_format.json_schema"
+    FIELD_PATH = "response_format.json_schema"
     HINTS: ClassVar[Mapping[str, str]] = {
         "name": "it names the schema for the client",
         "description": "the model does not see the schema: say in a message what it is for",
@@ -55,14 +55,14 @@ class JsonSchema(Strict):
 
 
 class ChatResponseFormat(Strict):
-    PLACE = "response_format"
+    FIELD_PATH = "response_format"
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class ContentPart(Strict):
-    PLACE = "messages.content"
+    FIELD_PATH = "messages.content"
     HINTS = _ANNOTATIONS
 
     type: Literal["text", "refusal"]
@@ -80,7 +80,7 @@ ChatPart = Annotated[
 
 
 class CalledFunction(Strict):
-    PLACE = "messages.tool_calls.function"
+    FIELD_PATH = "messages.tool_calls.function"
     HINTS: ClassVar[Mapping[str, str]] = {"parsed_arguments": "are the arguments once more"}
 
     name: str
@@ -88,7 +88,7 @@ class CalledFunction(Strict):
 
 
 class CalledTool(Strict):
-    PLACE = "messages.tool_calls"
+    FIELD_PATH = "messages.tool_calls"
     HINTS: ClassVar[Mapping[str, str]] = {
         "index": "the list has an order",
         "provider_specific_fields": _ANNOTATIONS["provider_specific_fields"],
@@ -102,7 +102,7 @@ class CalledTool(Strict):
 
 
 class ChatMessage(Strict):
-    PLACE = "messages"
+    FIELD_PATH = "messages"
     HINTS = _REPLAYED
     REFUSED: ClassVar[Mapping[str, str]] = {
         "audio": "is not supported: send text",
@@ -122,7 +122,7 @@ class ChatMessage(Strict):
 
 
 class Function(Strict):
-    PLACE = "tools.function"
+    FIELD_PATH = "tools.function"
     HINTS = _CACHE_CONTROL
 
     name: str
@@ -132,7 +132,7 @@ class Function(Strict):
 
 
 class ChatTool(Strict):
-    PLACE = "tools"
+    FIELD_PATH = "tools"
     HINTS = _CACHE_CONTROL
 
     type: Literal["function"]
@@ -160,11 +160,11 @@ class AllowedChatTools(Strict):
     allowed_tools: Allowed
 
 
-def kind_of_choice(given: Any) -> str:
+def kind_of_choice(choice: Any) -> str:
     """The name of the branch of a union that a tool_choice is of."""
-    if isinstance(given, str):
+    if isinstance(choice, str):
         return "str"
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", "")
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", "")
     return "AllowedTools" if kind == "allowed_tools" else "NamedTool"
 
 
@@ -177,7 +177,7 @@ ChatToolChoice = Annotated[
 
 
 class ChatReasoning(Strict):
-    PLACE = "reasoning"
+    FIELD_PATH = "reasoning"
     HINTS: ClassVar[Mapping[str, str]] = {
         "summary": "the reasoning itself is shown",
         "generate_summary": "the reasoning itself is shown",
@@ -336,27 +336,27 @@ def _choose(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
 
 def _template_arguments(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
     """chat_template_kwargs win over the fields that stand for one of them."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     efforts = {request.reasoning_effort, request.reasoning and request.reasoning.effort} - {None}
     if len(efforts) > 1:
         text = "reasoning.effort and reasoning_effort are one, and differ: give one of them"
         raise invalid_value("reasoning.effort", text)
     for effort in efforts:
-        given["reasoning_effort"] = effort
+        arguments["reasoning_effort"] = effort
         if effort == "none":
-            given["enable_thinking"] = False
+            arguments["enable_thinking"] = False
     if request.enable_thinking is not None:
-        given["enable_thinking"] = request.enable_thinking
-    add_template_arguments(chat, given | (request.chat_template_kwargs or {}))
+        arguments["enable_thinking"] = request.enable_thinking
+    add_template_arguments(chat, arguments | (request.chat_template_kwargs or {}))
 
 
-def add_template_arguments(chat: tokenizer_pb2.ChatPrompt, given: dict[str, Any]) -> None:
+def add_template_arguments(chat: tokenizer_pb2.ChatPrompt, arguments: dict[str, Any]) -> None:
     """Raises ApiError if they are too many."""
-    if _count(given, MAX_TEMPLATE_VALUES) > MAX_TEMPLATE_VALUES:
+    if _count(arguments, MAX_TEMPLATE_VALUES) > MAX_TEMPLATE_VALUES:
         text = f"chat_template_kwargs has more than {MAX_TEMPLATE_VALUES} values"
         raise invalid_value("chat_template_kwargs", text)
-    if given:
-        chat.template_arguments.update(given)
+    if arguments:
+        chat.template_arguments.update(arguments)
 
 
 def _count(value: Any, limit: int, depth: int = 0) -> int:

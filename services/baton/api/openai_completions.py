@@ -117,17 +117,17 @@ class CompletionAnswer(OpenAIAnswer):
     def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
         tokens, values, tops, offsets = [], [], [], []
         prompt, vocabulary = self._job.prompt_ids(index // self._computed), self._job.vocabulary
-        place = self._offsets[index]
-        if place is None:
-            place = TextOffsets(vocabulary, () if self._echoes else prompt[-CONTEXT_TOKENS:])
-            self._offsets[index] = place
+        text_offsets = self._offsets[index]
+        if text_offsets is None:
+            text_offsets = TextOffsets(vocabulary, () if self._echoes else prompt[-CONTEXT_TOKENS:])
+            self._offsets[index] = text_offsets
         for position in logprobs:
             known = position.HasField("chosen")  # not of a prompt's first token, which nothing predicts
             token = position.chosen.token_id if known else prompt[0]
             tokens.append(_text(position.chosen.token_bytes if known else vocabulary.bytes_of(token)))
             values.append(position.chosen.logprob if known else None)
             tops.append(_likeliest(position) if known else None)
-            offsets.append(place.next(token))
+            offsets.append(text_offsets.next(token))
         return {
             "tokens": tokens,
             "token_logprobs": values,

@@ -47,12 +47,12 @@ class Reading:
     """Types of tools that the model is not shown."""
 
 
-def call_arguments(place: str) -> AfterValidator:
+def call_arguments(path: str) -> AfterValidator:
     """Names arguments of an earlier call that are no JSON object: the model sees them as one string."""
 
     def check(text: str, info: ValidationInfo) -> str:
         if isinstance(info.context, Reading) and earlier_arguments(text) is None:
-            info.context.ignored.add(place)
+            info.context.ignored.add(path)
         return text
 
     return AfterValidator(check)
@@ -61,7 +61,7 @@ def call_arguments(place: str) -> AfterValidator:
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
-    PLACE: ClassVar[str] = ""
+    FIELD_PATH: ClassVar[str] = ""
     """Where the object stands in a body, for x-baton-ignored."""
     HINTS: ClassVar[Mapping[str, str]] = {}
     """Fields that are accepted and have no effect here, and why they need none."""
@@ -85,7 +85,7 @@ class Strict(BaseModel):
                 continue
             if key in cls.HINTS:
                 if isinstance(info.context, Reading):
-                    info.context.ignored.add(f"{cls.PLACE}.{key}" if cls.PLACE else key)
+                    info.context.ignored.add(f"{cls.FIELD_PATH}.{key}" if cls.FIELD_PATH else key)
             elif key not in cls.REFUSED:
                 kept[key] = each
             elif each is not False and each not in ("", []):  # {} is any JSON, or switches something on
@@ -112,12 +112,12 @@ class LeftOut(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    PLACE: ClassVar[str]
+    FIELD_PATH: ClassVar[str]
 
     type: str
 
     @model_validator(mode="after")
     def _note(self, info: ValidationInfo) -> LeftOut:
         if isinstance(info.context, Reading):
-            info.context.ignored.add(f"{self.PLACE}.{self.type}")
+            info.context.ignored.add(f"{self.FIELD_PATH}.{self.type}")
         return self

@@ -26,7 +26,7 @@ MAX_PROMPTS = 256
 
 
 class StreamOptions(Strict):
-    PLACE = "stream_options"
+    FIELD_PATH = "stream_options"
     HINTS: ClassVar[Mapping[str, str]] = {"include_obfuscation": "answers are not padded"}
 
     include_usage: bool | None = None
@@ -37,7 +37,7 @@ class StreamOptions(Strict):
 class StructuredOutputs(Strict):
     """vLLM's: what the whole answer is, by one of these fields."""
 
-    PLACE = "structured_outputs"
+    FIELD_PATH = "structured_outputs"
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     """A JSON schema, or its text."""
@@ -258,20 +258,20 @@ def common_sampling(request: CommonRequest) -> common_pb2.SamplingParams:
     return sampling
 
 
-def _constrain(wanted: StructuredOutputs, grammar: common_pb2.Grammar) -> None:
-    given = [value for name, value in wanted if value is not None and (name != "json_object" or value)]
-    if len(given) != 1:
+def _constrain(structured: StructuredOutputs, grammar: common_pb2.Grammar) -> None:
+    chosen = [value for name, value in structured if value is not None and (name != "json_object" or value)]
+    if len(chosen) != 1:
         kinds = "json, json_object, regex, choice and grammar"
         raise invalid_value("structured_outputs", f"structured_outputs needs one of {kinds}")
-    if wanted.json_ is not None:
-        schema = wanted.json_
+    if structured.json_ is not None:
+        schema = structured.json_
         grammar.json_schema = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    elif wanted.json_object:
+    elif structured.json_object:
         grammar.json_object.SetInParent()
-    elif wanted.regex is not None:
-        grammar.regex = wanted.regex
-    elif wanted.choice is not None:
+    elif structured.regex is not None:
+        grammar.regex = structured.regex
+    elif structured.choice is not None:
         grammar.choice.SetInParent()
-        grammar.choice.strings.extend(wanted.choice)
-    elif wanted.grammar is not None:
-        grammar.lark = wanted.grammar
+        grammar.choice.strings.extend(structured.choice)
+    elif structured.grammar is not None:
+        grammar.lark = structured.grammar

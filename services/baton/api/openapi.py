@@ -149,6 +149,6 @@ def _operation(summary: str, tag: str, path: str) -> Json:
     }
     if "{" in path:
         name = path.partition("{")[2].partition("}")[0]
-        place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [place]
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [parameter]
     return operation

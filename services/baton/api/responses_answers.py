@@ -152,7 +152,7 @@ class ResponseAnswer(TypedAnswer):
         self._output.append(item)
         return self._event("response.output_item.added", output_index=self._index, item={**item, **shown})
 
-    def _place(self, kind: Growing) -> Json:
+    def _indexes(self, kind: Growing) -> Json:
         return {"item_id": self._output[-1]["id"], "output_index": self._index, kind.index: 0}
 
     def _grow(self, kind: Growing, text: str) -> list[Json]:
@@ -165,9 +165,9 @@ class ResponseAnswer(TypedAnswer):
             item |= {"status": "in_progress", **more, kind.holder: []}
             events.append(self._add_item(item))
             part = _part(kind, "")
-            events.append(self._event(f"{kind.part_event}.added", **self._place(kind), part=part))
+            events.append(self._event(f"{kind.part_event}.added", **self._indexes(kind), part=part))
         self._pieces.append(text)
-        events.append(self._event(f"{kind.event}.delta", **self._place(kind), delta=text, **kind.more))
+        events.append(self._event(f"{kind.event}.delta", **self._indexes(kind), delta=text, **kind.more))
         return events
 
     def _close(self, status: str) -> list[Json]:
@@ -183,8 +183,8 @@ class ResponseAnswer(TypedAnswer):
         item, part = self._output[-1], _part(kind, text)
         item["status"], item[kind.holder] = status, [part]
         return [
-            self._event(f"{kind.event}.done", **self._place(kind), text=text, **kind.more),
-            self._event(f"{kind.part_event}.done", **self._place(kind), part=part),
+            self._event(f"{kind.event}.done", **self._indexes(kind), text=text, **kind.more),
+            self._event(f"{kind.part_event}.done", **self._indexes(kind), part=part),
             self._event("response.output_item.done", output_index=self._index, item={**item}),
         ]
 
@@ -196,12 +196,12 @@ class ResponseAnswer(TypedAnswer):
         item |= {"id": f"{'ctc' if custom else 'fc'}_{self._name}_{len(self._output)}", "status": "completed"}
         written = "input" if custom else "arguments"
         events = [self._add_item(item, **{written: ""}, status="in_progress")]
-        place = {"item_id": item["id"], "output_index": self._index}
+        indexes = {"item_id": item["id"], "output_index": self._index}
         kind = "response.custom_tool_call_input" if custom else "response.function_call_arguments"
         text = item[written]
         done = {written: text} if custom else {"name": item["name"], written: text}
-        events.append(self._event(f"{kind}.delta", **place, delta=text))
-        events.append(self._event(f"{kind}.done", **place, **done))
+        events.append(self._event(f"{kind}.delta", **indexes, delta=text))
+        events.append(self._event(f"{kind}.done", **indexes, **done))
         events.append(self._event("response.output_item.done", output_index=self._index, item={**item}))
         return events
 
@@ -223,12 +223,12 @@ def _part(kind: Growing, text: str) -> Json:
     return part | {"annotations": [], "logprobs": []} if kind is MESSAGE else part
 
 
-def _shown(given: FunctionTool | CustomTool | Namespace) -> Json:
-    return given.model_dump(exclude_none=not isinstance(given, FunctionTool))
+def _shown(tool: FunctionTool | CustomTool | Namespace) -> Json:
+    return tool.model_dump(exclude_none=not isinstance(tool, FunctionTool))
 
 
 def _head(request: ResponsesRequest, id: str) -> Json:
-    given = request.model_dump(
+    fields = request.model_dump(
         include={"instructions", "previous_response_id", "max_output_tokens"}, exclude_none=False
     )
     format = request.text.format if request.text is not None else None
@@ -250,7 +250,7 @@ def _head(request: ResponsesRequest, id: str) -> Json:
         "background": False,
         "error": None,
         "incomplete_details": None,
-        **given,
+        **fields,
         "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,

@@ -27,7 +27,7 @@ _COMPACTED = "baton1."
 
 
 class ItemPart(Strict):
-    PLACE = "input.content"
+    FIELD_PATH = "input.content"
     HINTS: ClassVar[Mapping[str, str]] = {
         "annotations": "is what an answer carried beside its text",
         "logprobs": "is what an answer carried beside its text",
@@ -48,7 +48,7 @@ PartOrImage = Annotated[
 
 
 class Item(Strict):
-    PLACE = "input"
+    FIELD_PATH = "input"
     HINTS: ClassVar[Mapping[str, str]] = {
         "id": "items are in order",
         "status": "what is sent back is taken as it is",
@@ -146,7 +146,7 @@ class ReferenceItem(Item):
 
 
 class LeftOutItem(LeftOut):
-    PLACE = "input"
+    FIELD_PATH = "input"
 
     type: Literal[
         "web_search_call",
@@ -226,35 +226,35 @@ class _Turn:
     thoughts: list[str] = field(default_factory=list)
 
 
-def input_messages(given: str | list[InputItem]) -> Messages:
+def input_messages(items: str | list[InputItem]) -> Messages:
     """What an assistant wrote in one turn (reasoning, text, calls) is one message. Raises ApiError."""
-    if isinstance(given, str):
-        return [tokenizer_pb2.ChatMessage(role="user", content=given)] if given else []
+    if isinstance(items, str):
+        return [tokenizer_pb2.ChatMessage(role="user", content=items)] if items else []
     messages: Messages = []
     turn: _Turn | None = None
     turns: list[_Turn] = []
-    for index, item in enumerate(given):
-        place = f"input[{index}]"
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
         if isinstance(item, MessageItem) and item.role != "assistant":
             messages.append(tokenizer_pb2.ChatMessage(role=item.role))
-            say(messages[-1], _pieces(item.content, f"{place}.content"))
+            say(messages[-1], _pieces(item.content, f"{path}.content"))
             turn = None
         elif isinstance(item, OutputItem):
             messages.append(_result(item.call_id, ""))
-            say(messages[-1], _pieces(item.output, f"{place}.output"))
+            say(messages[-1], _pieces(item.output, f"{path}.output"))
             turn = None
         elif isinstance(item, ActionOutputItem):
             messages.append(_result(item.call_id or item.id or "", _written(item.output)))
             turn = None
         elif isinstance(item, AgentMessageItem):
             messages.append(tokenizer_pb2.ChatMessage(role="user"))
-            content = _pieces(item.content, f"{place}.content")
-            say(messages[-1], [(place, Words(f"Message from {item.author}:\n")), *content])
+            content = _pieces(item.content, f"{path}.content")
+            say(messages[-1], [(path, Words(f"Message from {item.author}:\n")), *content])
             turn = None
         elif isinstance(item, ToolsItem | ReferenceItem | LeftOutItem):
             continue
         elif isinstance(item, CompactionItem):
-            summary = _summary(item.encrypted_content, place)
+            summary = _summary(item.encrypted_content, path)
             _join_users(messages)
             messages.append(tokenizer_pb2.ChatMessage(role="assistant", content=SUMMARY + summary))
             turn = None
@@ -264,7 +264,7 @@ def input_messages(given: str | list[InputItem]) -> Messages:
                 turns.append(turn)
                 messages.append(turn.message)
             if isinstance(item, MessageItem):
-                turn.pieces.extend(_pieces(item.content, f"{place}.content"))
+                turn.pieces.extend(_pieces(item.content, f"{path}.content"))
             elif isinstance(item, CallItem):
                 name = shown_name(item.name, item.namespace)
                 turn.message.tool_calls.add(id=item.call_id, name=name, arguments=item.arguments)
@@ -305,15 +305,15 @@ def _result(call: str, content: str) -> tokenizer_pb2.ChatMessage:
     return tokenizer_pb2.ChatMessage(role="tool", content=content, tool_call_id=call)
 
 
-def _written(given: Any) -> str:
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _pieces(given: str | Sequence[ItemPart | InputImage], place: str) -> list[tuple[str, Saying]]:
+def _pieces(value: str | Sequence[ItemPart | InputImage], path: str) -> list[tuple[str, Saying]]:
     """place: of what has the parts, in the body."""
-    if isinstance(given, str):
-        return [(place, Words(given))]
-    return [(f"{place}[{index}]", part) for index, part in enumerate(given)]
+    if isinstance(value, str):
+        return [(path, Words(value))]
+    return [(f"{path}[{index}]", part) for index, part in enumerate(value)]
 
 
 def compacted(summary: str) -> str:
@@ -321,12 +321,12 @@ def compacted(summary: str) -> str:
     return _COMPACTED + base64.urlsafe_b64encode(summary.encode()).decode()
 
 
-def _summary(content: str, place: str) -> str:
+def _summary(content: str, path: str) -> str:
     """Raises ApiError."""
     try:
         if not content.startswith(_COMPACTED):
             raise ValueError
         return base64.b64decode(content.removeprefix(_COMPACTED), b"-_", validate=True).decode()
     except (ValueError, binascii.Error):
-        text = f"{place}: its encrypted_content is not of this server: send the items themselves"
-        raise invalid_value(place, text) from None
+        text = f"{path}: its encrypted_content is not of this server: send the items themselves"
+        raise invalid_value(path, text) from None

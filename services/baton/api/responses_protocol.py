@@ -22,7 +22,7 @@ SUMMARIES = Literal["auto", "concise", "detailed"]
 
 
 class TextFormat(Strict):
-    PLACE = "text.format"
+    FIELD_PATH = "text.format"
     HINTS: ClassVar[Mapping[str, str]] = {
         "name": "names the schema",
         "description": "is about the schema: say it in a message",
@@ -34,7 +34,7 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    PLACE = "text"
+    FIELD_PATH = "text"
     HINTS: ClassVar[Mapping[str, str]] = {"verbosity": "no model here is trained for it: say it in a message"}
 
     format: TextFormat | None = None

@@ -21,7 +21,7 @@ INPUT = "input"
 
 
 class FunctionTool(Strict):
-    PLACE = "tools"
+    FIELD_PATH = "tools"
     HINTS: ClassVar[Mapping[str, str]] = {"defer_loading": "all tools are shown to the model"}
 
     type: Literal["function"]
@@ -32,7 +32,7 @@ class FunctionTool(Strict):
 
 
 class InputFormat(Strict):
-    PLACE = "tools.format"
+    FIELD_PATH = "tools.format"
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -42,7 +42,7 @@ class InputFormat(Strict):
 class CustomTool(Strict):
     """A tool whose input is any text. A regular expression is enforced; a grammar is shown to the model."""
 
-    PLACE = "tools"
+    FIELD_PATH = "tools"
     HINTS: ClassVar[Mapping[str, str]] = {"defer_loading": "all tools are shown to the model"}
 
     type: Literal["custom"]
@@ -65,7 +65,7 @@ InnerTool = Annotated[
 
 
 class Namespace(Strict):
-    PLACE = "tools"
+    FIELD_PATH = "tools"
     HINTS: ClassVar[Mapping[str, str]] = {"description": "is about the tools together: describe each"}
 
     type: Literal["namespace"]

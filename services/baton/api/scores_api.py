@@ -75,8 +75,8 @@ def add_scores(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
                     if isinstance(event, inference_pb2.Finished):
                         tokens += event.usage.prompt_tokens
                     elif event.prompt_logprobs:
-                        own = event.prompt_logprobs[-counts[number] :]
-                        scores[number] = math.fsum(each.chosen.logprob for each in own) / len(own)
+                        logprobs = event.prompt_logprobs[-counts[number] :]
+                        scores[number] = math.fsum(each.chosen.logprob for each in logprobs) / len(logprobs)
         except ApiError as error:
             raise _of_pair(error, pairs) from None
         return job.name, scores, tokens

@@ -79,13 +79,13 @@ class PagedAttention(ABC):
         vectors, dim = self._pool.vectors, self._layout.head_dim
         scales = self._options[layer].kv_scales
         # As `kernels.rope_kv_write`, which marks the slot: here the token alone gets the mark.
-        damage, v = (v - v).sum((1, 2)), v.nan_to_num()
+        not_finite, v = (v - v).sum((1, 2)), v.nan_to_num()
         if scales is not None:
             k, v, vectors = quantize(k, scales[0]), quantize(v, scales[1]), vectors.view(torch.uint8)
         vectors.index_copy_(0, keys, k.reshape(-1, dim))
         vectors.index_copy_(0, keys + self._layout.page_size, v.reshape(-1, dim))
         self.attend(layer, q, out, rows)
-        out += damage[:, None, None]
+        out += not_finite[:, None, None]
 
     def _written(self, rows: AttentionRows) -> torch.Tensor:
         """Entries of `KvPool.vectors` in the first layer that the rows' tokens write, [tokens * kv heads]."""

@@ -13,7 +13,7 @@ from baton.attention.base import AttentionRows, HostRow
 from baton.layers.batch import PIECE, StateRun
 from baton.layers.cache_spec import State
 
-Places = list[tuple[int, HostRow]]
+Located = list[tuple[int, HostRow]]
 """Rows, and the index in the step of each one's first token that is meant."""
 
 
@@ -21,11 +21,11 @@ def state_runs(rows: AttentionRows, group: int, page_size: int, device: torch.de
     """The runs of these rows in a state group: first the last tokens of sequences, then the drafts behind
     them; prompts row by row."""
     assert rows.host is not None, "in a CUDA graph kernels read the tables"
-    last: dict[int, Places] = {}
+    last: dict[int, Located] = {}
     """By the number of drafts that go into the state before."""
-    drafted: dict[int, Places] = {}
+    drafted: dict[int, Located] = {}
     """By their number."""
-    chunks: Places = []
+    chunks: Located = []
     at = rows.first
     for row in rows.host:
         if row.count > 1 and not row.drafts:
@@ -35,41 +35,41 @@ def state_runs(rows: AttentionRows, group: int, page_size: int, device: torch.de
         if row.drafts:
             drafted.setdefault(len(row.drafts), []).append((at + 1, row))
         at += row.count
-    runs = [_last_tokens(places, replay, group, page_size, device) for replay, places in last.items()]
-    runs += [_drafts(places, count, group, page_size, device) for count, places in drafted.items()]
+    runs = [_last_tokens(located, replay, group, page_size, device) for replay, located in last.items()]
+    runs += [_drafts(located, count, group, page_size, device) for count, located in drafted.items()]
     for at, row in chunks:
         runs += _chunk(at, row, group, page_size, device)
     return runs
 
 
-def _last_tokens(places: Places, replay: int, group: int, page_size: int, device: torch.device) -> StateRun:
+def _last_tokens(located: Located, replay: int, group: int, page_size: int, device: torch.device) -> StateRun:
     """One token of each row."""
     reads, writes, begins = [], [], []
-    for _, row in places:
+    for _, row in located:
         table, before = row.tables[group], row.start - replay
         writes.append(table[row.start // page_size])
         reads.append(table[(before - 1) // page_size] if before else writes[-1])
         begins.append(not before)
     return StateRun(
-        _tokens([at for at, _ in places], device),
-        len(places),
+        _tokens([at for at, _ in located], device),
+        len(located),
         torch.tensor(reads, device=device),
         torch.tensor(writes, device=device),
         torch.tensor(begins, device=device) if any(begins) else None,
-        _slots(places, device) if replay else None,
+        _slots(located, device) if replay else None,
         replay,
     )
 
 
-def _drafts(places: Places, count: int, group: int, page_size: int, device: torch.device) -> StateRun:
+def _drafts(located: Located, count: int, group: int, page_size: int, device: torch.device) -> StateRun:
     """The drafts of rows, behind the state that their last tokens have just left."""
-    reads = [row.tables[group][row.start // page_size] for _, row in places]
+    reads = [row.tables[group][row.start // page_size] for _, row in located]
     return StateRun(
-        _tokens(list(chain.from_iterable(range(at, at + count) for at, _ in places)), device),
-        len(places),
+        _tokens(list(chain.from_iterable(range(at, at + count) for at, _ in located)), device),
+        len(located),
         torch.tensor(reads, device=device),
         None,
-        slots=_slots(places, device),
+        slots=_slots(located, device),
     )
 
 
@@ -86,14 +86,14 @@ def _chunk(first: int, row: HostRow, group: int, page_size: int, device: torch.d
     return runs
 
 
-def _tokens(places: Sequence[int], device: torch.device) -> slice | torch.Tensor:
-    if places[-1] - places[0] + 1 == len(places):
-        return slice(places[0], places[-1] + 1)
-    return torch.tensor(places, device=device)
+def _tokens(indexes: Sequence[int], device: torch.device) -> slice | torch.Tensor:
+    if indexes[-1] - indexes[0] + 1 == len(indexes):
+        return slice(indexes[0], indexes[-1] + 1)
+    return torch.tensor(indexes, device=device)
 
 
-def _slots(places: Places, device: torch.device) -> torch.Tensor:
-    return torch.tensor([row.slot for _, row in places], device=device)
+def _slots(located: Located, device: torch.device) -> torch.Tensor:
+    return torch.tensor([row.slot for _, row in located], device=device)
 
 
 def state_pieces(

@@ -38,15 +38,15 @@ class ModelAttention:
             (view, [options[layer] for layer in group.layers], index)
             for index, (group, view) in enumerate(zip(groups, pool.groups, strict=False))
         ]
-        self.chunks = [chunks(view, num_heads, own, index) for view, own, index in views]
-        self.singles = [singles(view, num_heads, own, index) for view, own, index in views]
+        self.chunks = [chunks(view, num_heads, rows_here, index) for view, rows_here, index in views]
+        self.singles = [singles(view, num_heads, rows_here, index) for view, rows_here, index in views]
 
     def over(self, *rows: AttentionRows) -> PlannedAttention:
         """Prepares a step of these rows. Those of one token, in a graph: whose `starts` is None."""
-        parts = [(self.singles if own.longest == 1 else self.chunks, own) for own in rows]
-        for backends, own in parts:
+        parts = [(self.singles if rows_here.longest == 1 else self.chunks, rows_here) for rows_here in rows]
+        for backends, rows_here in parts:
             for backend in backends:
-                backend.plan(own)
+                backend.plan(rows_here)
         return PlannedAttention(self, parts)
 
 

@@ -47,10 +47,10 @@ class TorchMlaAttention:
 
     def _plan(self, rows: Sequence[SeenRow]) -> None:
         size = self._pool.layout.page_size
-        places = [
+        locations = [
             (row.pages[p // size], p % size) for row in rows for p in range(row.start, row.start + row.tokens)
         ]
-        self._pages, self._offsets = self._tensor(places).unbind(1)
+        self._pages, self._offsets = self._tensor(locations).unbind(1)
         self._single = sum(row.tokens == 1 for row in rows)
         singles = rows[: self._single]
         used = [row.start // size + 1 for row in singles]
@@ -95,18 +95,18 @@ class TorchMlaAttention:
                 beyond = self._sparse(-1, v[: self._single, None], gathered[..., width:], beyond, top_k)
             out[: self._single] = _absorbed(q[: self._single, None], gathered[..., :width], beyond, options)
         for tokens, end, pages in self._rows:
-            own = latents[pages].flatten(0, 2)[None, :end]
+            cached = latents[pages].flatten(0, 2)[None, :end]
             count, top_k = tokens.stop - tokens.start, options.top_k or end
             absorbed = projections.cheaper_absorbed(count, end, q.shape[2])
             hidden: torch.Tensor | None = None
             if absorbed or count < end or end > top_k:
                 hidden = torch.ones(1, count, end, dtype=torch.bool, device=k.device).triu(end - count + 1)
                 if end > top_k:
-                    hidden = self._sparse(tokens.start, v[None, tokens], own[..., width:], hidden, top_k)
+                    hidden = self._sparse(tokens.start, v[None, tokens], cached[..., width:], hidden, top_k)
             if absorbed and hidden is not None:
-                out[tokens] = _absorbed(q[None, tokens], own[..., :width], hidden, options)
+                out[tokens] = _absorbed(q[None, tokens], cached[..., :width], hidden, options)
             else:
-                out[tokens] = _plain(q[tokens], own[0, :, :width], hidden, options)
+                out[tokens] = _plain(q[tokens], cached[0, :, :width], hidden, options)
 
     def _sparse(
         self, row: int, index: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, top_k: int

@@ -134,13 +134,15 @@ class TorchAttention:
             self._remember(rows)
             return
         size = self._layout.page_size
-        places: list[tuple[int, int]] = []
+        locations: list[tuple[int, int]] = []
         for row in rows:
             if row.tokens == 1:
-                places.append((row.pages[row.start // size], row.start % size))
+                locations.append((row.pages[row.start // size], row.start % size))
             else:
-                places += [(row.pages[p // size], p % size) for p in range(row.start, row.start + row.tokens)]
-        self._written = self._vectors_at(places)
+                locations += [
+                    (row.pages[p // size], p % size) for p in range(row.start, row.start + row.tokens)
+                ]
+        self._written = self._vectors_at(locations)
         self._keys, self._values = (half.unbind(0) for half in self._written.unbind(0))
         self._single = next((i for i, row in enumerate(rows) if row.tokens > 1), len(rows))
         self._group_rows(rows[: self._single])
@@ -169,12 +171,12 @@ class TorchAttention:
             for row, before in zip(rows, self._rows, strict=True)
         )
 
-    def _vectors_at(self, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def _vectors_at(self, locations: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Entries of `KvPool.vectors` of the own heads at pairs of page and offset: [2, layers, places * kv
         heads]"""
         size, layers = self._layout.page_size, self._layout.num_layers
         stride = self._layout.num_kv_heads * layers * 2 * size
-        tokens = np.array([page * stride + offset for page, offset in places], np.int64)
+        tokens = np.array([page * stride + offset for page, offset in locations], np.int64)
         keys = self._there(np.add.outer(tokens, self._heads * size).ravel()) + self._layers * (2 * size)
         return torch.stack((keys, keys + size))
 
@@ -227,10 +229,10 @@ class TorchAttention:
         options = self._options[layer]
         results = []
         queries = (q,) if len(self._groups) == 1 else torch.split(q, self._group_sizes)
-        for group, own, pages in zip(self._groups, queries, self._group_pages[layer], strict=True):
+        for group, group_q, pages in zip(self._groups, queries, self._group_pages[layer], strict=True):
             keys, values = self._gather(group.gathered, pages, layer, q.dtype)
             mask = self._group_mask(group, options.window, q.dtype)
-            results.append(attend(own, keys, values, mask, options, causal=False))
+            results.append(attend(group_q, keys, values, mask, options, causal=False))
         result = results[0] if len(results) == 1 else torch.cat(results)
         result = result.reshape(-1, self._num_heads, dim)
         if order is None:
@@ -264,9 +266,9 @@ class TorchAttention:
         for i in order:
             length = self._padded(rows[i])
             if parts:
-                own, part = parts[-1]
+                longest, part = parts[-1]
                 width = -(-length // self._layout.page_size)
-                if own == length and width * (len(part) + 1) <= self._pages_at_once:
+                if longest == length and width * (len(part) + 1) <= self._pages_at_once:
                     part.append(rows[i])
                     continue
             parts.append((length, [rows[i]]))

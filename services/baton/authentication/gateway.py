@@ -75,14 +75,14 @@ class GatewayAuthentication(ClusterAuthentication):
             text = f"{NOT_FOR_CLIENTS}, and the gateway was started without --cluster-secret-file"
             raise unauthenticated(text, "CLUSTER_SECRET")
 
-    def check_metrics(self, given: str) -> None:
+    def check_metrics(self, header: str) -> None:
         """Raises BatonError unless /metrics is open to whoever shows this."""
         if self._metrics_token:
-            if not opens(given, self._metrics_token, self.cluster.secret):
+            if not opens(header, self._metrics_token, self.cluster.secret):
                 text = "send the token of --metrics-token-file, or the cluster secret"
                 raise unauthenticated(text, "METRICS_TOKEN")
         elif self.keys is not None:
-            self.check_operator(given)
+            self.check_operator(header)
 
     def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
         try:

@@ -133,12 +133,12 @@ class EngineBench:
             if not overlap:
                 pending, launched = launched, None
             if pending is not None:
-                done, flight = pending
-                event = getattr(flight, "done", None)
+                done, launched_step = pending
+                event = getattr(launched_step, "done", None)
                 if event is not None:
                     event.synchronize()
                 t3 = timer.clock()
-                result = runner.read(flight)
+                result = runner.read(launched_step)
                 t4 = timer.clock()
                 scheduler.commit(done, result)
                 events = scheduler.take_events()

@@ -110,8 +110,8 @@ async def two_pools(
     """gpus: of the owner, see own_pool. The receiver's ranks take this process's GPUs in turn. Raises
     TransportError, SegmentError or BenchError."""
     theirs, ours = ranks
-    own = Shard(0, ours)
-    _, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation(), own)
+    local_shard = Shard(0, ours)
+    _, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation(), local_shard)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     with contextlib.closing(published):
         async with (

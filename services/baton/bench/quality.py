@@ -35,7 +35,7 @@ class Scores:
         """Relative change of the perplexity, and its standard error: windows are taken for independent
         samples. NaN with one window."""
         pairs = zip(self.logprobs, reference.logprobs, strict=True)
-        each = [theirs - own for own, theirs in pairs]
+        each = [theirs - ours for ours, theirs in pairs]
         size = WINDOW - 1
         means = [fmean(each[at : at + size]) for at in range(0, len(each), size)]
         error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan

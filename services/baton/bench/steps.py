@@ -120,12 +120,12 @@ def largest_pool(model: str, points: Sequence[Point], steps: int, budget: int) -
     """Tokens of KV that suffice for every point within the model's context. Raises CheckpointError or
     ModelError."""
     context = read_config(resolve(model)).context_length
-    wanted = [
+    counts = [
         kv_tokens(point, steps, budget, LARGEST_PAGE)
         for point in points
         if point.context + outputs(point, steps, budget) <= context
     ]
-    return max(wanted, default=0) + LARGEST_PAGE
+    return max(counts, default=0) + LARGEST_PAGE
 
 
 def problem(point: Point, steps: int, bench: EngineBench) -> str:

@@ -45,13 +45,13 @@ class ProfileOptions:
     host: bool
 
 
-def _profile(config: WorkerConfig, wanted: ProfileOptions, output: Report, console: Console) -> None:
+def _profile(config: WorkerConfig, asked: ProfileOptions, output: Report, console: Console) -> None:
     report = output.begin("profile")
     # Refreshed between measurements only: a refresh thread would take time from the steps.
     with open_engine(config, console) as bench:
         from baton.bench.profile import fitted, grid, measure_all, points, problem
 
-        shapes = grid(wanted.rows, wanted.contexts, wanted.chunks)
+        shapes = grid(asked.rows, asked.contexts, asked.chunks)
         skipped = {str(shape): why for shape in shapes if (why := problem(shape, bench))}
         usable = [shape for shape in shapes if str(shape) not in skipped]
         if not usable:
@@ -63,7 +63,7 @@ def _profile(config: WorkerConfig, wanted: ProfileOptions, output: Report, conso
                 progress.advance(bar)
                 progress.refresh()
 
-            measured = measure_all(bench, usable, wanted.seconds, on_progress)
+            measured = measure_all(bench, usable, asked.seconds, on_progress)
             progress.update(bar, completed=len(usable), refresh=True)
         found = fitted(measured)
         report |= {"points": points(measured, found), "skipped": skipped, "fit_error": found.summary()}
@@ -76,11 +76,11 @@ def _profile(config: WorkerConfig, wanted: ProfileOptions, output: Report, conso
 
     with console.status("Pulling pages from another process"):
         try:
-            pull = asyncio.run(pull_cost(layout, device, wanted.transport or ""))
+            pull = asyncio.run(pull_cost(layout, device, asked.transport or ""))
         except (TransportError, SegmentError, BenchError) as error:
             raise click.ClickException(f"pulls cannot be measured: {error}") from None
     host = None
-    if wanted.host:
+    if asked.host:
         try:
             host = asyncio.run(host_cost(console))
         except (ChildError, BenchError) as error:
@@ -187,8 +187,8 @@ def profile(**values: Any) -> None:
       baton bench profile --threads 1 --rows 1,8,32 --contexts 128,512 --chunks 64,256 --json profile.json
       baton bench profile --model ./qwen3-8b --load-format dummy --device cuda --json h200.json
     """
-    output, wanted = take(Report, values), take(ProfileOptions, values)
+    output, asked = take(Report, values), take(ProfileOptions, values)
     output.check_writable()
     console = Console()
     config = engine_config(values)
-    run_here(lambda: _profile(config, wanted, output, console))
+    run_here(lambda: _profile(config, asked, output, console))

@@ -32,7 +32,7 @@ class QualityOptions:
     text: Path | None
 
 
-def _quality(config: WorkerConfig, wanted: QualityOptions, output: Report, console: Console) -> None:
+def _quality(config: WorkerConfig, asked: QualityOptions, output: Report, console: Console) -> None:
     with console.status("Loading torch"):
         from baton.bench.quality import python_documentation, score, windows
         from baton.model_path import resolve
@@ -42,8 +42,8 @@ def _quality(config: WorkerConfig, wanted: QualityOptions, output: Report, conso
         configure("bench", "warning")
     report = output.begin("quality")
     path = resolve(config.model)
-    text = python_documentation() if wanted.text is None else wanted.text.read_text()
-    texts = windows(path, text, wanted.windows)
+    text = python_documentation() if asked.text is None else asked.text.read_text()
+    texts = windows(path, text, asked.windows)
     plain = replace(config, quantization="none", quantize_head=False, kv_dtype="auto")
     kv = "" if config.kv_dtype == "auto" else f", KV {config.kv_dtype}"
     name = f"{config.quantization}{kv}"
@@ -53,28 +53,28 @@ def _quality(config: WorkerConfig, wanted: QualityOptions, output: Report, conso
         for name, each in ways:
             bar = progress.add_task(name, total=len(texts))
             scores.append(score(each, texts, lambda bar=bar: progress.advance(bar)))  # type: ignore[misc]
-    reference, own = scores
-    change, error = own.change(reference)
+    reference, scored = scores
+    change, error = scored.change(reference)
     report |= {
         "model": config.model,
         "quantization": config.quantization,
         "quantize_head": config.quantize_head,
         "kv_dtype": config.kv_dtype,
-        "tokens": len(own.greedy),
-        "perplexity": own.perplexity,
+        "tokens": len(scored.greedy),
+        "perplexity": scored.perplexity,
         "reference_perplexity": reference.perplexity,
         "perplexity_change": change,
         "perplexity_change_error": None if math.isnan(error) else error,
-        "greedy_kept": own.kept(reference),
+        "greedy_kept": scored.kept(reference),
     }
     how = describe(path, _device(config), config.quantization) or "nothing is quantized"
-    source = "Python's language reference" if wanted.text is None else str(wanted.text)
-    console.print(f"{config.model}: {how}; {len(own.greedy):,} tokens of {source}", highlight=False)
+    source = "Python's language reference" if asked.text is None else str(asked.text)
+    console.print(f"{config.model}: {how}; {len(scored.greedy):,} tokens of {source}", highlight=False)
     rows = table("weights", "perplexity", "change", "greedy tokens kept")
     rows.add_row("dequantized", shown(reference.perplexity, 3), "", "")
     spread = "" if math.isnan(error) else f" ± {error:.2%}"  # of one window there is none
-    kept = f"{own.kept(reference):.2%}"
-    rows.add_row(name, shown(own.perplexity, 3), f"{change:+.2%}{spread}", kept)
+    kept = f"{scored.kept(reference):.2%}"
+    rows.add_row(name, shown(scored.perplexity, 3), f"{change:+.2%}{spread}", kept)
     console.print(rows)
     output.save(report)
 
@@ -113,8 +113,8 @@ def quality(**values: Any) -> None:
       baton bench quality --model smollm2 --kv-dtype fp8_e4m3
       baton bench quality --model ./my-awq-model --text sample.txt
     """
-    output, wanted = take(Report, values), take(QualityOptions, values)
+    output, asked = take(Report, values), take(QualityOptions, values)
     output.check_writable()
     console = Console()
     config = engine_config(values)
-    run_here(lambda: _quality(config, wanted, output, console))
+    run_here(lambda: _quality(config, asked, output, console))

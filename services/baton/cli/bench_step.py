@@ -51,18 +51,18 @@ class StepOptions:
 
 
 def measure_all(
-    bench: EngineBench, wanted: StepOptions, bandwidth: float, console: Console
+    bench: EngineBench, asked: StepOptions, bandwidth: float, console: Console
 ) -> tuple[list[MeasuredPoint], dict[str, str]]:
     """Results, and the reason for each point that was not measured."""
     from baton.bench.steps import measure, problem
 
-    points = wanted.points()
-    skipped = {str(point): why for point in points if (why := problem(point, wanted.steps, bench))}
+    points = asked.points()
+    skipped = {str(point): why for point in points if (why := problem(point, asked.steps, bench))}
     usable = [point for point in points if str(point) not in skipped]
     found = []
     # Refreshed between runs only: a refresh thread would take time from the steps.
     with progress_bar(console, auto_refresh=False) as progress:
-        bar = progress.add_task("", total=len(usable) * (wanted.repeats + 1))
+        bar = progress.add_task("", total=len(usable) * (asked.repeats + 1))
 
         def on_progress(_run: int) -> None:
             progress.advance(bar)
@@ -74,9 +74,9 @@ def measure_all(
                 measure(
                     bench,
                     point,
-                    steps=wanted.steps,
-                    repeats=wanted.repeats,
-                    temperature=wanted.temperature,
+                    steps=asked.steps,
+                    repeats=asked.repeats,
+                    temperature=asked.temperature,
                     bandwidth=bandwidth,
                     on_progress=on_progress,
                 )
@@ -118,7 +118,7 @@ def show(report: dict[str, Any], results: list[MeasuredPoint], console: Console)
 
 
 def show_profiles(
-    bench: EngineBench, wanted: StepOptions, results: list[MeasuredPoint], folder: Path, console: Console
+    bench: EngineBench, asked: StepOptions, results: list[MeasuredPoint], folder: Path, console: Console
 ) -> None:
     """The longest kernels of each measured point."""
     from baton.bench.steps import Point, profile
@@ -126,37 +126,37 @@ def show_profiles(
     for found in results:
         point = Point(found.batch, found.context)
         console.print(f"\n{point}: microseconds and calls a decode step, prompts included", highlight=False)
-        rows = profile(bench, point, steps=wanted.steps, temperature=wanted.temperature, folder=folder)
+        rows = profile(bench, point, steps=asked.steps, temperature=asked.temperature, folder=folder)
         for name, us, calls in rows[:SHOWN_KERNELS]:
             console.print(f"{us:9.1f} {calls:7.1f}  {name[:90]}", highlight=False, markup=False)
 
 
-def _step(config: WorkerConfig, wanted: StepOptions, output: Report, console: Console) -> None:
+def _step(config: WorkerConfig, asked: StepOptions, output: Report, console: Console) -> None:
     from baton.bench.steps import copy_bandwidth, weight_bytes
 
     report = output.begin("step")
     with open_engine(config, console) as bench:
         bandwidth = copy_bandwidth(bench.engine.device)
         weights = weight_bytes(bench)
-        found, skipped = measure_all(bench, wanted, bandwidth, console)
+        found, skipped = measure_all(bench, asked, bandwidth, console)
         report |= {"engine": bench.facts(), "bandwidth_bytes_per_second": bandwidth, "weight_bytes": weights}
-        report |= {"steps": wanted.steps, "temperature": wanted.temperature}
+        report |= {"steps": asked.steps, "temperature": asked.temperature}
         report |= {"points": [asdict(each) for each in found], "skipped": skipped}
         show(report, found, console)
         output.save(report)
-        if wanted.profile is not None:
-            show_profiles(bench, wanted, found, wanted.profile, console)
+        if asked.profile is not None:
+            show_profiles(bench, asked, found, asked.profile, console)
     if not found:
         raise click.ClickException("nothing was measured: this engine can run no point")
 
 
-def _defaults(values: dict[str, Any], wanted: StepOptions) -> dict[str, Any]:
+def _defaults(values: dict[str, Any], asked: StepOptions) -> dict[str, Any]:
     """Sizes of an engine that is just large enough for all points."""
     from baton.bench.steps import largest_pool
 
-    rows = max(wanted.batches)
+    rows = max(asked.batches)
     budget = values.get("token_budget") or max(TOKEN_BUDGET, rows)
-    tokens = largest_pool(values.get("model") or "demo", wanted.points(), wanted.steps, budget)
+    tokens = largest_pool(values.get("model") or "demo", asked.points(), asked.steps, budget)
     return {"max_rows": rows, "token_budget": budget, "kv_tokens": tokens}
 
 
@@ -198,8 +198,8 @@ def step(**values: Any) -> None:
       baton bench step --batch 1,64,256 --context 128,1024 --json step.json
       baton bench step --model ./qwen3-8b --load-format dummy --device cuda --profile kernels
     """
-    output, wanted = take(Report, values), take(StepOptions, values)
+    output, asked = take(Report, values), take(StepOptions, values)
     output.check_writable()
     console = Console()
-    config = engine_config(values, lambda given: _defaults(given, wanted))
-    run_here(lambda: _step(config, wanted, output, console))
+    config = engine_config(values, lambda given: _defaults(given, asked))
+    run_here(lambda: _step(config, asked, output, console))

@@ -16,8 +16,8 @@ def chrome_trace(traces: Sequence[trace_pb2.Trace]) -> dict[str, Any]:
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""
     ordered = sorted(traces, key=lambda trace: trace.received_unix_ms)
     begin = ordered[0].received_unix_ms if ordered else 0
-    places = {(each.role, each.address) for trace in ordered for each in (*trace.phases, *trace.work)}
-    pids = {place: pid for pid, place in enumerate(sorted(places, key=_rank), 1)}
+    processes = {(each.role, each.address) for trace in ordered for each in (*trace.phases, *trace.work)}
+    pids = {process: pid for pid, process in enumerate(sorted(processes, key=_rank), 1)}
     events: list[dict[str, Any]] = []
     for (role, address), pid in pids.items():
         name = {"name": f"{role} {address}".rstrip()}
@@ -33,8 +33,8 @@ def chrome_trace(traces: Sequence[trace_pb2.Trace]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _rank(place: tuple[str, str]) -> tuple[int, str]:
-    role, address = place
+def _rank(process: tuple[str, str]) -> tuple[int, str]:
+    role, address = process
     return ORDER.get(role, len(ORDER)), address
 
 
@@ -57,8 +57,8 @@ def _phases(
         pid = pids.get((event.role, event.address))
         if event.event.kind in _MARKED and pid is not None:
             name = trace_pb2.EventKind.Name(event.event.kind).removeprefix("EVENT_").lower()
-            place = {"pid": pid, "tid": tid, "ts": start + max(0, event.at_us)}
-            yield {"ph": "i", "s": "t", "name": f"{name} {event.event.text}", "cat": "event", **place}
+            at = {"pid": pid, "tid": tid, "ts": start + max(0, event.at_us)}
+            yield {"ph": "i", "s": "t", "name": f"{name} {event.event.text}", "cat": "event", **at}
 
 
 def _work(

@@ -175,7 +175,7 @@ class Deployment:
     def _addresses(self, role: str) -> tuple[str, ...]:
         return tuple(child.address for child in self.children if child.role == role)
 
-    def _place(self, child: Child) -> str:
+    def _host(self, child: Child) -> str:
         """The GPUs of a worker, or the device that it is told to use by its index; empty: neither."""
         device = str(self.plan.settings.get(child.role, {}).get("device", ""))
         return self.gpus.get(child.name, device if device.startswith("cuda:") else "")
@@ -190,9 +190,9 @@ class Deployment:
         settings["drain_seconds"] = self.plan.drain_seconds
         if self._secret is not None:
             settings["cluster_secret_file"] = str(self._secret.path)
-        place = self._place(child)
-        sharing = [self._place(each) for each in self.children].count(place)
-        if place and sharing > 1 and issubclass(ROLES[role], WorkerConfig):
+        host = self._host(child)
+        sharing = [self._host(each) for each in self.children].count(host)
+        if host and sharing > 1 and issubclass(ROLES[role], WorkerConfig):
             settings.setdefault("memory_fraction", round(WorkerConfig().memory_fraction / sharing, 3))
         if role == "gateway":
             settings |= {each: self._addresses(each) for each in ("tokenizer", "decode", "encode")}

@@ -54,14 +54,14 @@ async def ask_deployment(gateway: str, seconds: float = 3.0) -> list[NodeReport]
     """
     credentials = Credentials.to(reachable(gateway))
     reports: dict[str, NodeReport] = {}
-    wanted = {gateway: "gateway"}
-    while wanted:
+    roles = {gateway: "gateway"}
+    while roles:
         answers = await asyncio.gather(
-            *(ask(address, role, credentials, seconds) for address, role in wanted.items())
+            *(ask(address, role, credentials, seconds) for address, role in roles.items())
         )
-        reports |= zip(wanted, answers, strict=True)
+        reports |= zip(roles, answers, strict=True)
         peers = [peer for answer in answers if answer.info is not None for peer in answer.info.peers]
-        wanted = {peer.address: peer.role for peer in peers if peer.address not in reports}
+        roles = {peer.address: peer.role for peer in peers if peer.address not in reports}
     # A gateway that shares its port may have answered there and at its own port.
     different = {
         report.info.incarnation if report.info else address: report

@@ -36,7 +36,7 @@ class RayChild(Child):
         *,
         folder: Path,
         cluster: RayCluster,
-        place: PlacementGroup | None,
+        group: PlacementGroup | None,
         changed: Callable[[], None],
         report: Callable[[str], None],
         host: str = "",
@@ -48,7 +48,7 @@ class RayChild(Child):
         super().__init__(name, role, folder=folder, host=host, port=port, http_port=http_port)
         self.secret = ""
         """The cluster's; empty: its flags name it."""
-        self.place = place
+        self.group = group
         self._chosen = (host, port, http_port)
         self._cluster = cluster
         self._changed = changed
@@ -100,12 +100,12 @@ class RayChild(Child):
         """Returns once the actor lives."""
         arguments = (self.role, str(Path.cwd()), self.secret, *self._chosen)
         self._actor = await asyncio.to_thread(
-            self._cluster.create, ACTORS[self.role], self.name, self.starts, self.place, *arguments
+            self._cluster.create, ACTORS[self.role], self.name, self.starts, self.group, *arguments
         )
         host = asyncio.ensure_future(self._actor.host.remote())
         await asyncio.wait({host}, timeout=MOVE_SECONDS)
         if not host.done():
-            needs = resources_text(self.place.bundle_specs[0]) if self.place is not None else "this one"
+            needs = resources_text(self.group.bundle_specs[0]) if self.group is not None else "this one"
             self._report(f"{self.name} waits for a host with {needs} free")
         self.host = await host
         self._following = asyncio.create_task(self._follow_log(self._actor), name=f"log {self.name}")
@@ -145,7 +145,7 @@ class RayChild(Child):
                 ray.kill(self._actor)
             self._lose()
             self._enter(ChildState.STOPPED)
-        release([self.place])
+        release([self.group])
 
     def kill(self) -> None:
         if self._actor is not None:

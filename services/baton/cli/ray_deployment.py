@@ -46,7 +46,7 @@ class RayDeployment(Deployment):
             role,
             folder=self.log_folder,
             cluster=self._cluster,
-            place=None,
+            group=None,
             changed=self._write_lists,
             report=self._report,
             **where,
@@ -91,7 +91,7 @@ class RayDeployment(Deployment):
         places = await self._cluster.place(bundles)
         for each in children:
             assert isinstance(each, RayChild)
-            each.place = places.get(each.name)
+            each.group = places.get(each.name)
             each.secret = self._secret.text if self._secret is not None else ""
 
     def _make_secret(self) -> LocalSecret:
@@ -113,7 +113,7 @@ class RayDeployment(Deployment):
                 self._list(role).unlink(missing_ok=True)
             await asyncio.to_thread(self._cluster.close)
 
-    async def scale(self, wanted: Mapping[str, int]) -> str:
+    async def scale(self, nodes: Mapping[str, int]) -> str:
         """Starts or stops workers until there are as many of each role; returns what has changed, as text.
         One that stops ends its requests or hands them back first, within `drain_seconds`. Raises BatonError;
         workers that were started before the failure stay."""
@@ -121,7 +121,7 @@ class RayDeployment(Deployment):
             raise failed_precondition("another 'baton scale' is under way: wait for its end")
         async with self._scaling:
             said = []
-            for role, count in wanted.items():
+            for role, count in nodes.items():
                 before = [each for each in self.children if each.role == role]
                 named = {each.name for each in before}
                 free = (name for n in range(len(before) + count) if (name := f"{role}-{n}") not in named)

@@ -37,9 +37,9 @@ class ScaleServer:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError, TimeoutError, ValueError):
                 async with asyncio.timeout(REQUEST_SECONDS):
-                    wanted = json.loads(await reader.readline())
+                    nodes = json.loads(await reader.readline())
                 try:
-                    answer = {"done": await scale(wanted)}
+                    answer = {"done": await scale(nodes)}
                 except BatonError as error:
                     answer = {"error": error.message}
                 writer.write(json.dumps(answer).encode() + b"\n")
@@ -59,22 +59,22 @@ class ScaleServer:
 
 def parse_counts(texts: tuple[str, ...]) -> dict[str, int]:
     """From "prefill=3", "decode=2". Raises click.UsageError."""
-    wanted: dict[str, int] = {}
+    nodes: dict[str, int] = {}
     for text in texts:
         role, _, count = text.partition("=")
-        if role not in LEAST or role in wanted or not count.isdecimal():
+        if role not in LEAST or role in nodes or not count.isdecimal():
             raise click.UsageError(f"{text!r}: write prefill=N, decode=N or encode=N, each at most once")
         if not LEAST[role] <= int(count) <= MOST:
             raise click.UsageError(f"{text!r}: {role} nodes are from {LEAST[role]} to {MOST}")
-        wanted[role] = int(count)
-    return wanted
+        nodes[role] = int(count)
+    return nodes
 
 
-async def _ask(gateway: str, wanted: Mapping[str, int], seconds: float) -> int:
+async def _ask(gateway: str, nodes: Mapping[str, int], seconds: float) -> int:
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await asyncio.open_unix_connection(scale_socket(gateway))
-            writer.write(json.dumps(wanted).encode() + b"\n")
+            writer.write(json.dumps(nodes).encode() + b"\n")
             answer = json.loads(await reader.readline() or b'{"error": "the deployment has ended"}')
             writer.close()
     except TimeoutError:
@@ -102,5 +102,5 @@ def scale(counts: tuple[str, ...], server: str, seconds: float) -> None:
       baton scale prefill=3
       baton scale prefill=2 decode=6 --server 127.0.0.1:50150
     """
-    wanted = parse_counts(counts)
-    run_command(lambda: _ask(server, wanted, seconds), server=server)
+    nodes = parse_counts(counts)
+    run_command(lambda: _ask(server, nodes, seconds), server=server)

@@ -358,6 +358,6 @@ def _inherited() -> dict[str, str]:
     Each worker has a thread per core. A waiting thread must not spin on another's core. A short spin still
     pays within a step. `baton bench` on two cores, output tokens/s of two runs: 815, 848; without spin 763,
     593; with OpenMP's default 506, 763."""
-    own = {*variables(), "BATON_CONFIG"}
-    others = {name: value for name, value in os.environ.items() if name not in own}
+    ours = {*variables(), "BATON_CONFIG"}
+    others = {name: value for name, value in os.environ.items() if name not in ours}
     return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **others}

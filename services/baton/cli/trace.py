@@ -98,8 +98,8 @@ async def _get_traces(
 def in_order(traces: Iterable[trace_pb2.Trace], request: trace_pb2.GetTracesRequest) -> list[trace_pb2.Trace]:
     """The order in which one gateway would have answered."""
     if request.ids:
-        places = {id: place for place, id in enumerate(request.ids)}
-        return sorted(traces, key=lambda trace: places.get(trace.id, 0))
+        order = {id: index for index, id in enumerate(request.ids)}
+        return sorted(traces, key=lambda trace: order.get(trace.id, 0))
     key = "total_us" if request.slowest else "received_unix_ms"
     return sorted(traces, key=lambda trace: -getattr(trace, key))[: request.limit]
 
@@ -145,10 +145,11 @@ def lines(trace: trace_pb2.Trace, width: int) -> list[Text]:
 
 def _names(trace: trace_pb2.Trace) -> dict[tuple[str, str], str]:
     """Role and address of each process -> its name in a line: the role, if no other one has it."""
-    places = dict.fromkeys((phase.role, phase.address) for phase in (*trace.phases, *trace.work))
-    roles = [role for role, _ in places]
+    processes = dict.fromkeys((phase.role, phase.address) for phase in (*trace.phases, *trace.work))
+    roles = [role for role, _ in processes]
     return {
-        (role, address): role if roles.count(role) == 1 else f"{role} {address}" for role, address in places
+        (role, address): role if roles.count(role) == 1 else f"{role} {address}"
+        for role, address in processes
     }
 
 

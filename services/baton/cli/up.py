@@ -53,7 +53,7 @@ from baton.rpc.address import loopback
 from baton.rpc.bind import bind_problem
 from baton.rpc.errors import BatonError
 
-OWN = (
+UP_OPTIONS = (
     *("host", "port", "http_port", "advertise", "drain_seconds", "shared", "shared_http", "siblings"),
     *("tokenizer", "prefill", "decode", "encode"),
     *(name for name in fields_of(NodeConfig) if name.startswith("etcd")),
@@ -125,18 +125,18 @@ def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Role -> the fields of its configuration that were given; those of the `config_file` come last. Raises
     click.UsageError; so it does where workers on several hosts are asked for, whose processes are not all
     here. Says which addresses of the file have no effect."""
-    values = {name: value for name, value in values.items() if name not in OWN}
+    values = {name: value for name, value in values.items() if name not in UP_OPTIONS}
     file = values.get("config_file")
     settings, addresses = {}, set()
     for role, config in ROLES.items():
         read = read_config(file, role) if file is not None else {}
-        for name in sorted(set(OWN).difference(FLAGS, ADDRESSES).intersection(read)):
+        for name in sorted(set(UP_OPTIONS).difference(FLAGS, ADDRESSES).intersection(read)):
             raise click.UsageError(_own_problem(f"{file}: {name!r}"))
         addresses |= set(ADDRESSES).intersection(read)
         found = given(config, values)
         if role == "tokenizer":
             found.pop("threads", None)  # means threads of tensor operations here
-        settings[role] = {**given(config, {k: v for k, v in read.items() if k not in OWN}), **found}
+        settings[role] = {**given(config, {k: v for k, v in read.items() if k not in UP_OPTIONS}), **found}
         tokens, size = settings[role].get("kv_tokens"), settings[role].get("page_size") or LEAST_PAGE
         if tokens and tokens < size:
             raise click.UsageError(f"--kv-tokens must be at least one page ({size} tokens), not {tokens}")
@@ -162,7 +162,7 @@ def refuse_variables() -> None:
     """Raises click.UsageError for a variable by which a process finds others, or others find it."""
     for config in ROLES.values():
         for name, field in fields_of(config).items():
-            if name in OWN and name not in FLAGS and os.environ.get(field.variable):
+            if name in UP_OPTIONS and name not in FLAGS and os.environ.get(field.variable):
                 hint = f"; their number is --{name}" if name in ("prefill", "decode", "encode") else ""
                 raise click.UsageError(_own_problem(field.variable, hint))
 
@@ -244,8 +244,8 @@ async def _up(make: Callable[[], Deployment], console: Console) -> int:
 
         plan = deployment.plan
         gateway = plan.settings["gateway"]
-        own = model_name(plan.settings["tokenizer"].get("model", "demo"))
-        model = served_names(gateway.get("served_name", ""), own)[0]
+        checkpoint_name = model_name(plan.settings["tokenizer"].get("model", "demo"))
+        model = served_names(gateway.get("served_name", ""), checkpoint_name)[0]
         addresses = reachable(deployment.address), reachable(deployment.http_address)
         examples = _examples(*addresses, model, gateway)
         console.print()
@@ -328,11 +328,11 @@ async def _up(make: Callable[[], Deployment], console: Console) -> int:
     ),
 )
 @config_file_option("gateway", only=FLAGS)
-@config_options(NodeConfig, leave_out=OWN)
+@config_options(NodeConfig, leave_out=UP_OPTIONS)
 @config_options(WorkerConfig, leave_out=PROCESS)
 @config_options(PrefillConfig, leave_out=fields_of(WorkerConfig))
-@config_options(DecodeConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
-@config_options(GatewayConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
+@config_options(DecodeConfig, leave_out=(*fields_of(WorkerConfig), *UP_OPTIONS))
+@config_options(GatewayConfig, leave_out=(*fields_of(WorkerConfig), *UP_OPTIONS))
 @config_options(TokenizerConfig, leave_out=fields_of(WorkerConfig))
 @config_options(EncodeConfig, leave_out=fields_of(WorkerConfig))
 def up(

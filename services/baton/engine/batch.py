@@ -52,7 +52,7 @@ class HostBatch:
     """[samples]: position of the first token that is sampled, at least."""
     depths: Ints
     """[samples]: tokens that are sampled, one behind the other: more than one where there are drafts."""
-    wanted: Lane
+    logits_indices: Lane
     """[sum of depths]: the tokens whose logits are sampled from."""
 
     @classmethod
@@ -63,13 +63,13 @@ class HostBatch:
         positions: list[int] = []
         drafts: list[int] = []
         ends = [0]
-        wanted_of = [0] * len(rows)
+        last_indices = [0] * len(rows)
         """The token that each row first samples from."""
         ordered = [rows[i] for i in order]
         for i, row in zip(order, ordered, strict=True):
             start, count = row.start, counts[i]
             if row.tokens is None:
-                wanted_of[i] = len(ids)
+                last_indices[i] = len(ids)
                 if row.ahead:
                     first = -2 - len(drafts)
                     ids += (-1, *range(first, first + 1 - count, -1))
@@ -78,7 +78,7 @@ class HostBatch:
                     ids += (-1, *row.drafts)
             else:
                 ids += [0 if is_placeholder(t) else t for t in row.tokens] if row.images else row.tokens
-                wanted_of[i] = len(ids) - 1
+                last_indices[i] = len(ids) - 1
             known = range(start, start + count)
             positions += [-1 - position for position in known] if row.ahead else known
             ends.append(len(ids))
@@ -88,10 +88,10 @@ class HostBatch:
             for row, count in zip(rows, counts, strict=True)
             for _ in row.sample
         ]
-        firsts = [at for row, at in zip(rows, wanted_of, strict=True) for _ in row.sample]
-        wanted = np.array(firsts, np.int32)
+        firsts = [at for row, at in zip(rows, last_indices, strict=True) for _ in row.sample]
+        logits_indices = np.array(firsts, np.int32)
         if max(depths, default=0) > 1:
-            wanted = wanted.repeat(depths) + _within(depths).astype(np.int32)
+            logits_indices = logits_indices.repeat(depths) + _within(depths).astype(np.int32)
         row_slots = np.array([row.slot for row in ordered], np.int32)
         starts = np.array(ends, np.int32)
         lengths = np.array([row.start + row.count for row in ordered], np.int32)
@@ -118,7 +118,7 @@ class HostBatch:
                 np.int64,
             ),
             depths=np.array(depths, np.int64),
-            wanted=wanted,
+            logits_indices=logits_indices,
         )
 
     @property
@@ -138,7 +138,7 @@ class HostBatch:
     @property
     def chained(self) -> bool:
         """Whether samples follow on others, or on unread ones."""
-        return self.follows or len(self.wanted) > len(self.slots)
+        return self.follows or len(self.logits_indices) > len(self.slots)
 
 
 def row_shifts(rows: Sequence[PlanRow]) -> Lane:
@@ -158,6 +158,6 @@ def longest_first(starts: Ints) -> tuple[Ints, list[int]] | None:
     if (starts[1:] <= starts[:-1]).all():
         return None
     order = np.argsort(-starts, kind="stable")
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    return order, places.tolist()
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return order, inverse.tolist()

@@ -23,8 +23,8 @@ def final_states(body: Body, batch: Batch) -> torch.Tensor:
     hidden = body.forward(batch)
     if not batch.caches:
         return hidden
-    assert batch.slots is not None and batch.damage is not None
-    return hidden.add_(batch.damage.index_select(0, batch.chosen(batch.slots))[:, None])
+    assert batch.slots is not None and batch.nan_flags is not None
+    return hidden.add_(batch.nan_flags.index_select(0, batch.chosen(batch.slots))[:, None])
 
 
 class CapturedWork:
@@ -56,7 +56,7 @@ class CapturedWork:
         rows = AttentionRows(None, 0, count, tables, inputs.positions + 1)
         attention = self._attention.over(rows)
         tokens = slots.last_token.index_select(0, inputs.slots)
-        where = self._caches, inputs.slots, slots.damage
+        where = self._caches, inputs.slots, slots.nan_flags
         batch = Batch(tokens, inputs.positions, attention, *where, few=True, states=StateRows(count))
         batch.turns = inputs.positions + inputs.shifts if self._shifted else None
         self._logits(batch, inputs.logits)
@@ -97,26 +97,28 @@ class CapturedWork:
         longest = inputs.shape.longest
         rows = AttentionRows(None, 0, count, tables, inputs.lengths, inputs.starts, longest)
         if len(inputs.drafts):
-            own = inputs.ids, inputs.positions, inputs.lengths, inputs.token_slots, inputs.row_slots
-            slots.settle(*own, inputs.drafts)
+            lanes = inputs.ids, inputs.positions, inputs.lengths, inputs.token_slots, inputs.row_slots
+            slots.settle(*lanes, inputs.drafts)
             tokens = inputs.ids
         else:
             tokens = slots.tokens(inputs.ids, inputs.token_slots)
         attention = self._attention.over(rows)
-        where = self._caches, inputs.token_slots, slots.damage
+        where = self._caches, inputs.token_slots, slots.nan_flags
         few = inputs.shape.few
-        batch = Batch(tokens, inputs.positions, attention, *where, wanted=inputs.wanted, few=few)
+        batch = Batch(
+            tokens, inputs.positions, attention, *where, logits_indices=inputs.logits_indices, few=few
+        )
         batch.turns = inputs.positions + inputs.shifts if self._shifted else None
         self._logits(batch, inputs.logits)
 
     def sample_drafts(self, inputs: ChunkInputs) -> None:
         """Sampling after it with a temperature only."""
-        wanted = inputs.wanted
+        logits_indices = inputs.logits_indices
         depths = np.array([inputs.shape.longest])
-        where = inputs.ids.index_select(0, wanted), inputs.positions.index_select(0, wanted)
-        own = inputs.slots.long(), inputs.firsts.long(), inputs.depths.long()
+        where = inputs.ids.index_select(0, logits_indices), inputs.positions.index_select(0, logits_indices)
+        chain_arguments = inputs.slots.long(), inputs.firsts.long(), inputs.depths.long()
         chains = Chains(depths, *where)
         simple = inputs.temperatures, inputs.seeds
-        result, right = self._sampling.choose_chains(inputs.logits, chains, *simple, *own)
+        result, right = self._sampling.choose_chains(inputs.logits, chains, *simple, *chain_arguments)
         inputs.result.copy_(result)
         inputs.right.copy_(right)

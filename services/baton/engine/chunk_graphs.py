@@ -48,7 +48,7 @@ class ChunkShape(NamedTuple):
     """Rows of padding, besides."""
     longest: int
     """Tokens of a row."""
-    wanted: int
+    num_logits: int
     """Tokens whose logits are wanted."""
 
     @property
@@ -96,14 +96,14 @@ class ChunkInputs:
     """[rows + padding]: of the rows, with their tokens of this step; likewise."""
     starts: torch.Tensor
     """[rows + padding + 1]"""
-    wanted: torch.Tensor
-    """[wanted]: the tokens whose logits are wanted; 0 where there are fewer."""
+    logits_indices: torch.Tensor
+    """[num_logits]: the tokens whose logits are wanted; 0 where there are fewer."""
     drafts: torch.Tensor
     """See HostBatch; of any length, empty where no row has drafts."""
     temperatures: torch.Tensor
-    """float32 [wanted], in shapes of `few`, as all that follows."""
+    """float32 [num_logits], in shapes of `few`, as all that follows."""
     seeds: torch.Tensor
-    """int64 [wanted]: `seed_keys`"""
+    """int64 [num_logits]: `seed_keys`"""
     slots: torch.Tensor
     """[samples]"""
     firsts: torch.Tensor
@@ -111,9 +111,9 @@ class ChunkInputs:
     depths: torch.Tensor
     """[samples]"""
     logits: torch.Tensor
-    """[wanted, vocab], of the model's dtype."""
+    """[num_logits, vocab], of the model's dtype."""
     result: torch.Tensor
-    """[wanted, 2]: as in Inputs."""
+    """[num_logits, 2]: as in Inputs."""
     right: torch.Tensor
     """[samples]: how many drafts are right."""
 
@@ -150,8 +150,8 @@ class ChunkGraphs:
         longest = max((sum(self._lengths(shape)) for shape in shapes), default=0)
         self._static = torch.zeros(longest, dtype=torch.int32, device=device)
         few = [shape for shape in shapes if shape.few]
-        wanted, rows = max((s.wanted for s in few), default=0), max((s.rows for s in few), default=0)
-        self._result = torch.zeros(wanted, 2, dtype=torch.int32, device=device)
+        num_logits, rows = max((s.num_logits for s in few), default=0), max((s.rows for s in few), default=0)
+        self._result = torch.zeros(num_logits, 2, dtype=torch.int32, device=device)
         self._right = torch.zeros(rows, dtype=torch.int32, device=device)
         self._graphs: dict[ChunkShape, torch.cuda.CUDAGraph] = {}
         self._choosing: dict[ChunkShape, torch.cuda.CUDAGraph] = {}
@@ -169,10 +169,10 @@ class ChunkGraphs:
 
     def shape(self, step: HostBatch) -> ChunkShape | None:
         """Shape of the graph for this step; None: no graph fits."""
-        tokens, longest, wanted = step.tokens, step.longest, len(step.wanted)
+        tokens, longest, num_logits = step.tokens, step.longest, len(step.logits_indices)
         rows = max(len(step.rows), len(step.slots))  # a prompt may sample for several
         for shape in self._shapes:
-            fits = shape.tokens >= tokens and shape.rows >= rows and shape.wanted >= wanted
+            fits = shape.tokens >= tokens and shape.rows >= rows and shape.num_logits >= num_logits
             if fits and shape.longest >= longest:
                 return shape
         return None
@@ -183,21 +183,21 @@ class ChunkGraphs:
         step: HostBatch,
         sampling: tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None = None,
     ) -> torch.Tensor:
-        """Enqueues the step; returns the logits [wanted tokens, vocab] that it will write. `sampling`: what
+        """Enqueues the step; returns the logits [num_logits, vocab] that it will write. `sampling`: what
         `choose` depends on, if that is to follow: temperatures and `seed_keys` of all wanted."""
         self._fill(shape, step, sampling)
         self._graphs[shape].replay()
-        return self._logits[: len(step.wanted)]
+        return self._logits[: len(step.logits_indices)]
 
-    def choose(self, shape: ChunkShape, wanted: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, shape: ChunkShape, num_logits: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueues the sampling of so many; see `result` and `right` of ChunkInputs."""
         self._choosing[shape].replay()
-        return self._result[:wanted], self._right[:samples]
+        return self._result[:num_logits], self._right[:samples]
 
-    def settled(self, shape: ChunkShape, wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def settled(self, shape: ChunkShape, num_logits: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and positions of those wanted, int32, once the step has run."""
         inputs = self._inputs(shape)
-        at = inputs.wanted[:wanted]
+        at = inputs.logits_indices[:num_logits]
         return inputs.ids.index_select(0, at), inputs.positions.index_select(0, at)
 
     def _lengths(self, shape: ChunkShape) -> tuple[int, ...]:
@@ -205,14 +205,14 @@ class ChunkGraphs:
         twice as wide, then the others in their order."""
         tokens, rows = shape.tokens, shape.rows + shape.padding
         drafts = tokens + shape.rows * self._draft_tokens if self._draft_tokens else 0
-        few, samples = (shape.wanted, shape.rows) if shape.few else (0, 0)
-        step = (tokens, tokens, tokens, tokens, rows, rows, rows + 1, shape.wanted, drafts)
+        few, samples = (shape.num_logits, shape.rows) if shape.few else (0, 0)
+        step = (tokens, tokens, tokens, tokens, rows, rows, rows + 1, shape.num_logits, drafts)
         return (2 * few, *step, few, samples, samples, samples)
 
     def _inputs(self, shape: ChunkShape) -> ChunkInputs:
         sizes = self._lengths(shape)
         seeds, *lanes = torch.split(self._static[: sum(sizes)], list(sizes))
-        ids, positions, token_slots, shifts, row_slots, lengths, starts, wanted, drafts = lanes[:9]
+        ids, positions, token_slots, shifts, row_slots, lengths, starts, logits_indices, drafts = lanes[:9]
         temperatures, slots, firsts, depths = lanes[9:]
         return ChunkInputs(
             shape,
@@ -223,14 +223,14 @@ class ChunkGraphs:
             row_slots,
             lengths,
             starts,
-            wanted,
+            logits_indices,
             drafts,
             temperatures.view(torch.float32),
             seeds.view(torch.int64),
             slots,
             firsts,
             depths,
-            self._logits[: shape.wanted],
+            self._logits[: shape.num_logits],
             self._result[: len(temperatures)],
             self._right[: len(slots)],
         )
@@ -245,7 +245,7 @@ class ChunkGraphs:
         sizes = self._lengths(shape)
         host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
         seeds, *lanes = np.split(host.numpy(), np.cumsum(sizes)[:-1])
-        ids, positions, token_slots, shifts, row_slots, lengths, starts, wanted, drafts = lanes[:9]
+        ids, positions, token_slots, shifts, row_slots, lengths, starts, logits_indices, drafts = lanes[:9]
         temperatures, slots, firsts, depths = lanes[9:]
         tokens = count = samples = 0
         if step is not None:
@@ -254,12 +254,12 @@ class ChunkGraphs:
             token_slots[:tokens], shifts[:tokens] = step.token_slots, step.shifts
             row_slots[:count], lengths[:count] = step.row_slots, step.lengths
             starts[: count + 1] = step.starts
-            wanted[: len(step.wanted)] = step.wanted
+            logits_indices[: len(step.logits_indices)] = step.logits_indices
             drafts[: len(step.drafts)] = step.drafts
             if sampling is not None:
                 samples = len(step.slots)
-                temperatures.view(np.float32)[: len(step.wanted)] = sampling[0]
-                seeds.view(np.int64)[: len(step.wanted)] = sampling[1]
+                temperatures.view(np.float32)[: len(step.logits_indices)] = sampling[0]
+                seeds.view(np.int64)[: len(step.logits_indices)] = sampling[1]
                 slots[:samples], depths[:samples] = step.slots, step.depths
                 firsts[:samples] = np.cumsum(step.depths) - step.depths
         slots[samples:], depths[samples:] = self._padding_slot, 1

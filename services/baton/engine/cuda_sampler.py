@@ -31,7 +31,7 @@ class Edits:
 
     rows: Ints
     """Rows that change, penalized and masked ones included."""
-    places: npt.NDArray[np.int32]
+    row_index: npt.NDArray[np.int32]
     """For every row: its index in `rows`, or -1."""
     at: Ints
     """Entries of a [len(rows), vocab] copy, flattened; none twice."""
@@ -47,18 +47,18 @@ def edits(states: SlotStates, slots: SlotIds, masked: Sequence[int] = ()) -> Edi
     constrained[list(masked)] = True
     waiting &= ~constrained
     rows = (states.penalized[slots] | states.biased[slots] | waiting | constrained).nonzero()[0]
-    places = np.full(len(slots), -1, np.int32)
-    places[rows] = np.arange(len(rows))
+    row_index = np.full(len(slots), -1, np.int32)
+    row_index[rows] = np.arange(len(rows))
     at: list[int] = []
     added: list[float] = []
     for row in rows[states.biased[slots[rows]] | waiting[rows]].tolist():
-        slot, first = slots[row], int(places[row]) * states.vocab_size
+        slot, first = slots[row], int(row_index[row]) * states.vocab_size
         changes = dict(zip(*states.bias[slot], strict=True))
         if waiting[row]:
             changes |= dict.fromkeys(states.stop_tokens[slot], -np.inf)
         at += [first + token for token in changes]
         added += changes.values()
-    return Edits(rows, places, np.array(at, np.int64), np.array(added, np.float32))
+    return Edits(rows, row_index, np.array(at, np.int64), np.array(added, np.float32))
 
 
 class CudaSampler:
@@ -118,7 +118,7 @@ class CudaSampler:
         result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
         allowed = None
         if masks is not None:
-            allowed = masks.on(self._device), to_device(masks.places(len(slots)), self._device)
+            allowed = masks.on(self._device), to_device(masks.row_index(len(slots)), self._device)
         sample(logits, temperatures, keys, slots, last_token, result, masks=allowed)
         return KernelSamples(result)
 
@@ -142,7 +142,7 @@ class CudaSampler:
 
         states = self._states
         change = edits(states, slots, masks.rows if masks is not None else ())
-        own = slots[change.rows]
+        row_slots = slots[change.rows]
         penalized = states.penalized[slots]
         top_k, top_p = states.top_k[slots], states.top_p[slots]
         random = states.temperature[slots] > 0
@@ -152,21 +152,21 @@ class CudaSampler:
             keys_there = seed_keys(seeds)
         else:
             keys_there = row_keys(seeds, positions.astype(np.uint64))
-        masked = masks.places(len(slots)) if masks is not None else np.zeros(0, np.int32)
+        masked = masks.row_index(len(slots)) if masks is not None else np.zeros(0, np.int32)
         for array in (
             states.temperature[slots],
             keys_there,
             slots.astype(np.int32),
-            change.places,
+            change.row_index,
             change.rows,
             np.minimum(top_k, states.vocab_size).astype(np.int32),
             top_p,
             # By torch, as where there is no GPU.
             -torch.from_numpy(states.min_p[slots]).log().numpy(),
             np.where(penalized, slots, -1).astype(np.int32),
-            states.repetition[own],
-            states.presence[own],
-            states.frequency[own],
+            states.repetition[row_slots],
+            states.presence[row_slots],
+            states.frequency[row_slots],
             change.at,
             change.added,
             masked,
@@ -176,7 +176,7 @@ class CudaSampler:
             temperatures,
             keys,
             slots_there,
-            places,
+            row_index,
             rows,
             top_k_there,
             top_p_there,
@@ -214,7 +214,7 @@ class CudaSampler:
         result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
         special = Special(
             changed=changed,
-            places=places,
+            row_index=row_index,
             changed_rows=rows,
             restricted=bool((random & ((top_k > 0) | (top_p < 1))).any()),
             top_k=top_k_there,
@@ -234,12 +234,12 @@ class CudaSampler:
 
     def _report(self, logits: torch.Tensor, slots: SlotIds, result: torch.Tensor) -> KernelSamples:
         samples = KernelSamples(result)
-        wanted = (self._states.logprobs[slots] >= 0).nonzero()[0]
-        if wanted.size:
-            rows = to_device(wanted, self._device)
-            samples.wanted = tuple(self._states.logprobs[slots[wanted]].tolist())
-            samples.logprob_rows = wanted.tolist()
+        logprob_at = (self._states.logprobs[slots] >= 0).nonzero()[0]
+        if logprob_at.size:
+            rows = to_device(logprob_at, self._device)
+            samples.logprob_counts = tuple(self._states.logprobs[slots[logprob_at]].tolist())
+            samples.logprob_rows = logprob_at.tolist()
             samples.logprobs = token_logprobs(
-                logits.index_select(0, rows).float(), result[:, 0][rows].long(), max(samples.wanted)
+                logits.index_select(0, rows).float(), result[:, 0][rows].long(), max(samples.logprob_counts)
             )
         return samples

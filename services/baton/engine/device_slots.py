@@ -44,7 +44,7 @@ class DeviceSlots:
         """int32 [slots + 1]: how many drafts of each slot's newest row were right, if it had any."""
         self.tables = self._memory[self._first : self._marks].view(slots + 1, groups, width)
         """int32 [slots + 1, groups, width]: page tables; those of padding rows name only the spare page."""
-        self.damage = self._memory[self._marks :].zero_().view(torch.float32)
+        self.nan_flags = self._memory[self._marks :].zero_().view(torch.float32)
         """float32 [slots + 1]: NaN where values of the slot's sequence were no numbers, else 0."""
         self._known: list[tuple[tuple[int, ...], ...]] = [((),) * groups] * slots
         self._unwritten = [False] * slots

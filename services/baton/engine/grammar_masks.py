@@ -63,28 +63,28 @@ class Masks:
     def words(self) -> Words:
         return self.host.numpy()
 
-    def apply(self, logits: torch.Tensor, places: Sequence[int]) -> None:
-        """Sets the logits of what may not be sampled to -inf. logits: [any, vocab_size], of which `places`
-        [rows] have these masks."""
+    def apply(self, logits: torch.Tensor, target_rows: Sequence[int]) -> None:
+        """Sets the logits of what may not be sampled to -inf. logits: [any, vocab_size], of which
+        `target_rows` [rows] have these masks."""
         # Filling where a mask says so takes ten times as long: its branches cannot be predicted.
         limits = torch.from_numpy(_limits(self.words)[:, : logits.shape[1]]).to(logits.device)
-        first, last = places[0], places[-1]
-        if last - first + 1 == len(places):
+        first, last = target_rows[0], target_rows[-1]
+        if last - first + 1 == len(target_rows):
             part = logits[first : last + 1]
             torch.minimum(part, limits, out=part)
         else:
-            for place, limit in zip(places, limits, strict=True):
-                torch.minimum(logits[place], limit, out=logits[place])
+            for row, limit in zip(target_rows, limits, strict=True):
+                torch.minimum(logits[row], limit, out=logits[row])
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The words on the device, in the order of its stream."""
         return self.host.to(device, non_blocking=True)
 
-    def places(self, count: int) -> npt.NDArray[np.int32]:
+    def row_index(self, count: int) -> npt.NDArray[np.int32]:
         """For each of the `count` sampled slots: its index in `rows`, or -1."""
-        places = np.full(count, -1, np.int32)
-        places[self.rows] = np.arange(len(self.rows))
-        return places
+        row_index = np.full(count, -1, np.int32)
+        row_index[self.rows] = np.arange(len(self.rows))
+        return row_index
 
     def launched(self) -> None:
         """A token of each output is being sampled."""
@@ -170,7 +170,7 @@ class GrammarMasks:
         self, slots: Sequence[int], rows: list[int], forbidden: Mapping[int, Sequence[int]]
     ) -> Masks:
         outputs = [self._outputs[slots[row]] for row in rows]
-        began, own = time.perf_counter(), time.thread_time()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         host = torch.empty(len(rows), self._words, dtype=torch.int32, pin_memory=self._pinned)
         words = host.numpy()
         errors = _fill(outputs, words)
@@ -179,7 +179,7 @@ class GrammarMasks:
         for row, tokens in forbidden.items():
             if (index := rows.index(row)) not in errors:
                 _forbid(words[index], tokens)
-        self._typical = (time.thread_time() - own) / len(rows)
+        self._typical = (time.thread_time() - cpu_began) / len(rows)
         self.stats.masks += len(rows)
         self.stats.seconds += time.perf_counter() - began
         message = "the grammar cannot be followed any further: {}"

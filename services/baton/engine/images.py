@@ -130,9 +130,9 @@ class ImageEncoder:
                 if low < high:
                     at.append(np.arange(first + low - row.start, first + high - row.start))
                     parts.append((image, slice(low - image.start, high - image.start)))
-        places = to_device(np.concatenate(axes, 1), device)
+        rotary = to_device(np.concatenate(axes, 1), device)
         if not parts:
-            return places, None
+            return rotary, None
         where = to_device(np.concatenate(at), device)
         if self._rank == 0:
             found = self._embeddings(image for image, _ in parts)
@@ -141,7 +141,7 @@ class ImageEncoder:
             tower = self.tower
             sizes = tower.parts, len(where), tower.values // tower.parts
             rows = torch.empty(sizes, dtype=tower.dtype, device=device)
-        return places, InputEmbeddings(where, rows if self._ranks is None else self._ranks.broadcast(rows))
+        return rotary, InputEmbeddings(where, rows if self._ranks is None else self._ranks.broadcast(rows))
 
     def _embeddings(self, images: Iterable[ImageSpan]) -> dict[bytes, torch.Tensor]:
         found: dict[bytes, torch.Tensor] = {}

@@ -68,7 +68,7 @@ class LaunchedStep:
     done: torch.cuda.Event | None = None
     """That the step has been computed, with its sampling; None on a CPU, where it has."""
     samples: Samples | KernelSamples | None = None
-    """Samples of all sampling rows' slots, in the order of the plan or, with `places`, of the batch; with
+    """Samples of all sampling rows' slots, in the order of the plan or, with `row_order`, of the batch; with
     `right` of all that are wanted."""
     more: list[Samples | KernelSamples] = field(default_factory=list)
     """Further log-probabilities and errors of these."""
@@ -81,7 +81,7 @@ class LaunchedStep:
     were right. Valid until the next launch."""
     slots: Ints | None = None
     """[samples]: their batch slots, likewise."""
-    places: list[int] | None = None
+    row_order: list[int] | None = None
     """For a decode step whose rows were computed in another order: each row's index in it."""
     prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Prompt log-probabilities, by the row's place in the plan."""

@@ -121,7 +121,7 @@ class ModelRunner:
                 # Longer rows of models with states are divided on the host, as are those with drafts.
                 chunks = not pool.states and getattr(prefill_attention, "graphs", False)
                 shapes = draft_shapes(draft_tokens, max_slots) if chunks else []
-                most = max([max_slots, *(shape.wanted for shape in shapes)])
+                most = max([max_slots, *(shape.num_logits for shape in shapes)])
                 logits = torch.empty(most, self.vocab_size, dtype=model.dtype, device=self._device)
                 sizes = chunk_sizes(bool(model.mixtures), token_budget, context)
                 if tap:
@@ -241,7 +241,7 @@ class ModelRunner:
         positions, shifts = np.array([row.start for row in rows]), row_shifts(rows)
         moved = longest_first(positions)
         if moved is not None:
-            order, launched.places = moved
+            order, launched.row_order = moved
             slots, positions, shifts = slots[order], positions[order], shifts[order]
         sampler, simple = self._sampler, None
         masked: list[int] = []
@@ -286,14 +286,14 @@ class ModelRunner:
             logits = self.chunk_graphs.run(shape, host, simple if by_graph else None)
             self._keep_tapped(launched, host.order, [row.count for row in host.rows])
             if chained:
-                chains = Chains(host.depths, *self.chunk_graphs.settled(shape, len(host.wanted)))
+                chains = Chains(host.depths, *self.chunk_graphs.settled(shape, len(host.logits_indices)))
         else:
             batch = self._batch(host, every)
             logits = self._eager(batch, host, every, launched)
             if chained:
                 self._slots.unsettle(to_device(host.row_slots.astype(np.int64), self._device))
-                wanted = to_device(host.wanted, self._device)
-                where = batch.tokens.index_select(0, wanted), batch.positions.index_select(0, wanted)
+                indices = to_device(host.logits_indices, self._device)
+                where = batch.tokens.index_select(0, indices), batch.positions.index_select(0, indices)
                 chains = Chains(host.depths, *where)
         if host.slots.size:
             pending = PendingSampling(logits, host.slots, host.targets, masked, chains, masks)
@@ -303,12 +303,12 @@ class ModelRunner:
                 pending.simple = there[0], there[1], there[2]
             self._sampling.sample(launched, pending)
 
-    def _keep_tapped(self, launched: LaunchedStep, places: Iterable[int], counts: list[int]) -> None:
-        """Copies what a graph has written for rows of so many tokens; `places`: theirs in the plan."""
+    def _keep_tapped(self, launched: LaunchedStep, order: Iterable[int], counts: list[int]) -> None:
+        """Copies what a graph has written for rows of so many tokens; `order`: theirs in the plan."""
         if self._tap_buffer is not None:
-            whole, places = self._tap_buffer[: sum(counts)].clone(), list(places)
-            launched.tapped, launched.tapped_at = whole, dict(zip(places, _firsts(counts), strict=True))
-            launched.hidden = dict(zip(places, torch.split(whole, counts), strict=True))
+            whole, order = self._tap_buffer[: sum(counts)].clone(), list(order)
+            launched.tapped, launched.tapped_at = whole, dict(zip(order, _firsts(counts), strict=True))
+            launched.hidden = dict(zip(order, torch.split(whole, counts), strict=True))
 
     def _settled(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """Waits for the step before. For steps without a graph: those are long."""
@@ -317,7 +317,7 @@ class ModelRunner:
 
     def _batch(self, host: HostBatch, every: bool) -> Batch:
         """`every`: the states of every token are wanted, else of those that are sampled from."""
-        single, arrays = host.single, [host.ids, host.positions, host.token_slots, host.wanted]
+        single, arrays = host.single, [host.ids, host.positions, host.token_slots, host.logits_indices]
         if self._paged:
             arrays += [host.row_slots, host.lengths, host.starts[single:] - single]
         divided: list[torch.Tensor] | None = None
@@ -325,7 +325,7 @@ class ModelRunner:
             longer = host.rows[single:]
             arrays += state_pieces(longer, single, self._pool.layout.page_size) if longer else ()
             divided = []
-        ids, positions, token_slots, wanted, *paged = self._there(*arrays)
+        ids, positions, token_slots, indices, *paged = self._there(*arrays)
         if divided is not None:
             paged, divided = paged[:3], paged[3:]
         parts = []
@@ -353,8 +353,8 @@ class ModelRunner:
             self._attention.over(*parts),
             self._caches,
             token_slots,
-            self._slots.damage,
-            None if every else wanted,
+            self._slots.nan_flags,
+            None if every else indices,
             few=single == len(host.rows),
             axes=axes,
             embeddings=embeddings,
@@ -378,7 +378,7 @@ class ModelRunner:
                     launched.pooled[i] = to_host(pool_states(row.pooling, states))
                 if row.prompt_logprobs:
                     launched.prompts[i] = prompt_logprobs(self._body.logits, states, row, leads)
-            hidden = hidden.index_select(0, to_device(host.wanted, self._device))
+            hidden = hidden.index_select(0, to_device(host.logits_indices, self._device))
         return self._body.logits(hidden) if len(hidden) or self.kernels else hidden
 
     def _tapped(
@@ -398,8 +398,8 @@ class ModelRunner:
             if row.hidden_layers:
                 tapped.pop(i, None)
             if row.hidden_layers and found.keys() >= set(row.hidden_layers):
-                own = [found[layer][start : start + row.count] for layer in row.hidden_layers]
-                tapped[i] = torch.cat(own, -1)
+                tapped_layers = [found[layer][start : start + row.count] for layer in row.hidden_layers]
+                tapped[i] = torch.cat(tapped_layers, -1)
         return tapped
 
 

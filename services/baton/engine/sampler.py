@@ -43,13 +43,13 @@ class TokenLogprobs:
         """In pinned memory, valid once all that is enqueued now has run."""
         return TokenLogprobs(*map(to_host, (self.tokens, self.chosen, self.top_tokens, self.top)))
 
-    def read(self, wanted: Sequence[int]) -> list[Logprobs]:
-        """Copies them to the host; `wanted`: how many of the k each position requested."""
+    def read(self, counts: Sequence[int]) -> list[Logprobs]:
+        """Copies them to the host; `counts`: how many of the k each position requested."""
         chosen, tokens = self.chosen.tolist(), self.tokens.tolist()
         top_tokens, top = self.top_tokens.tolist(), self.top.tolist()
         return [
             Logprobs(tokens[i], chosen[i], tuple(zip(top_tokens[i][:k], top[i][:k], strict=True)))
-            for i, k in enumerate(wanted)
+            for i, k in enumerate(counts)
         ]
 
 
@@ -74,12 +74,12 @@ def prompt_logprobs(
     assert row.prompt_logprobs is not None
     targets = to_device(np.array(row.prompt_logprobs, np.int64), hidden.device)
     found = []
-    for states, wanted in zip(
+    for states, counts in zip(
         torch.split(hidden[: len(targets)], _LOGITS_ROWS), torch.split(targets, _LOGITS_ROWS), strict=True
     ):
         logits = project(states)
         if leads:
-            found.append(token_logprobs(logits.float(), wanted, row.prompt_top).to_host())
+            found.append(token_logprobs(logits.float(), counts, row.prompt_top).to_host())
     return found
 
 
@@ -94,7 +94,7 @@ class Samples:
     logprob_rows: list[int] = field(default_factory=list)
     """Indices of the slots that want log-probabilities."""
     logprobs: TokenLogprobs | None = None
-    wanted: tuple[int, ...] = ()
+    logprob_counts: tuple[int, ...] = ()
     errors: dict[int, str] = field(default_factory=dict)
     """Slots whose grammar could not be followed, and why; their tokens mean nothing."""
 
@@ -111,7 +111,7 @@ class KernelSamples:
     """int32 [slots, 2]: the token, and the bits of the largest logit."""
     logprob_rows: Sequence[int] = ()
     logprobs: TokenLogprobs | None = None
-    wanted: tuple[int, ...] = ()
+    logprob_counts: tuple[int, ...] = ()
     errors: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -199,14 +199,14 @@ class Sampler:
         every = special.size == slots.size
         where = self._to_device(special)
         changed = logits if every else logits[where]
-        own = slots[special]
-        wanted = (states.logprobs[own] >= 0).nonzero()[0]
-        unmodified = changed[self._to_device(wanted)]
+        special_slots = slots[special]
+        logprob_at = (states.logprobs[special_slots] >= 0).nonzero()[0]
+        unmodified = changed[self._to_device(logprob_at)]
         masked = np.searchsorted(special, masks.rows) if masks is not None else np.zeros(0, np.int64)
-        modified = self._modify(changed, own, masked)
+        modified = self._modify(changed, special_slots, masked)
         if masks is not None:
             masks.apply(changed, masked.tolist())
-        drawn = states.temperature[own] > 0
+        drawn = states.temperature[special_slots] > 0
         random, greedy = drawn.nonzero()[0], (~drawn).nonzero()[0]
         tokens = result.tokens if every else result.tokens[where]
         if (modified or masked.size) and greedy.size:
@@ -214,16 +214,16 @@ class Sampler:
             tokens = tokens.index_copy(0, rows, changed[rows].argmax(-1))
         if random.size:
             rows = self._to_device(random)
-            chosen_from = changed if random.size == own.size else changed[rows]
+            chosen_from = changed if random.size == special_slots.size else changed[rows]
             tokens = tokens.index_copy(
-                0, rows, self._draw(chosen_from, own[random], positions[special][random])
+                0, rows, self._draw(chosen_from, special_slots[random], positions[special][random])
             )
         result.tokens = tokens if every else result.tokens.index_copy(0, where, tokens)
-        if wanted.size:
-            rows = self._to_device(wanted)
-            result.wanted = tuple(states.logprobs[own[wanted]].tolist())
-            result.logprob_rows = special[wanted].tolist()
-            result.logprobs = token_logprobs(unmodified, tokens[rows], max(result.wanted))
+        if logprob_at.size:
+            rows = self._to_device(logprob_at)
+            result.logprob_counts = tuple(states.logprobs[special_slots[logprob_at]].tolist())
+            result.logprob_rows = special[logprob_at].tolist()
+            result.logprobs = token_logprobs(unmodified, tokens[rows], max(result.logprob_counts))
 
     def _modify(self, logits: torch.Tensor, slots: SlotIds, masked: SlotIds) -> bool:
         """Applies penalties, bias and min_tokens, in place; says whether there were any. In the rows `masked`
@@ -234,16 +234,16 @@ class Sampler:
         penalized = states.penalized[slots].nonzero()[0]
         biased = states.biased[slots].nonzero()[0]
         if penalized.size:
-            rows, own = self._to_device(penalized), slots[penalized]
+            rows, penalized_slots = self._to_device(penalized), slots[penalized]
             part = logits[rows]
-            at = self._to_device(own)
+            at = self._to_device(penalized_slots)
             penalize(
                 part,
                 states.counts[at],
                 states.prompt[at],
-                self._to_device(states.repetition[own]),
-                self._to_device(states.presence[own]),
-                self._to_device(states.frequency[own]),
+                self._to_device(states.repetition[penalized_slots]),
+                self._to_device(states.presence[penalized_slots]),
+                self._to_device(states.frequency[penalized_slots]),
             )
             logits.index_copy_(0, rows, part)
         for row in biased.tolist():
@@ -328,9 +328,9 @@ def row_results(
         prompt = tuple(
             entry for part in prompts.get(i, ()) for entry in part.read([row.prompt_top] * len(part.tokens))
         )
-        own = tuple(map(logprobs.get, range(first, last))) if logprobs else ()
+        row_logprobs = tuple(map(logprobs.get, range(first, last))) if logprobs else ()
         error = None if all(finite[first:last]) else BAD_LOGITS
-        result = RowResult(tuple(tokens[first:last]), prompt, error, logprobs=own)
+        result = RowResult(tuple(tokens[first:last]), prompt, error, logprobs=row_logprobs)
         failed = [errors[slot] for slot in range(first, last) if slot in errors]
         if failed and error is None:
             result.error, result.reason = failed[0], "GRAMMAR_FAILED"

@@ -93,8 +93,8 @@ class Scheduler(SchedulerState):
         if known + (0 if last else 1) > room:
             raise Refused("PROMPT_TOO_LONG", f"{known} tokens; this node holds at most {room}", "token_ids")
         if not last and len(request.prompt) + request.params.max_tokens > room:
-            wanted = f"prompt ({len(request.prompt)}) and max_tokens ({request.params.max_tokens})"
-            text = f"{wanted} exceed {room} tokens"
+            sizes = f"prompt ({len(request.prompt)}) and max_tokens ({request.params.max_tokens})"
+            text = f"{sizes} exceed {room} tokens"
             raise Refused("TOO_MANY_TOKENS", text, "sampling.max_tokens")
         if request.n > self.slots.count:
             raise Refused("TOO_MANY_CHOICES", f"n must be at most {self.slots.count}", "n")
@@ -175,7 +175,7 @@ class Scheduler(SchedulerState):
         if route is PromptRoute.REMOTE:
             if spare < need:
                 return False
-            self.place(leader, followers, need, None)
+            self.admit(leader, followers, need, None)
             return True
         need -= self.cache.matched(cached)
         encoded = leader.encoded
@@ -190,7 +190,7 @@ class Scheduler(SchedulerState):
         if request.held:
             self._ask_turn(request)
             return True
-        self.place(leader, followers, need, self.cache.hold(encoded, request.namespace, cached))
+        self.admit(leader, followers, need, self.cache.hold(encoded, request.namespace, cached))
         if request.cached_tokens is None:
             request.cached_tokens = leader.computed
             self.local_prompts += 1
@@ -226,9 +226,9 @@ class Scheduler(SchedulerState):
             return self.plan()
         copies, self.copies = self.copies, []
         # A choice that no longer runs has lost its pages: it cannot run again before this plan.
-        wanted = [copy for copy in copies if copy.sequence.phase is SequencePhase.RUNNING]
+        running = [copy for copy in copies if copy.sequence.phase is SequencePhase.RUNNING]
         pinned = tuple(copy.block_table for copy in copies)
-        built = step.build(wanted, pinned)
+        built = step.build(running, pinned)
         if built is None:
             for block_table in pinned:
                 self.cache.unpin(block_table)

@@ -254,7 +254,7 @@ class SchedulerState:
 
     # --- from one queue to another ----------------------------------------------------------------------
 
-    def place(
+    def admit(
         self, leader: Sequence, followers: list[Sequence], reserved: int, block_table: BlockTable | None
     ) -> None:
         """Admits a waiting sequence and the choices that will fork from it. `reserved`: pages reserved.

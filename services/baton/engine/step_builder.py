@@ -90,17 +90,17 @@ class StepBuilder:
         targets = (sequence, *sequence.followers) if samples else ()
         for target in targets:
             self._init_slot(target, None)
-        wanted: tuple[int, ...] | None = None
+        prompt_targets: tuple[int, ...] | None = None
         if request.wants_prompt_logprobs:
-            wanted = request.prompt[start + 1 : start + 1 + count]
+            prompt_targets = request.prompt[start + 1 : start + 1 + count]
         row = PlanRow(
             slot=sequence.slot,
             tokens=sequence.tokens[start:end],
             start=start,
             tables=sequence.block_table.page_tables(),
             sample=tuple(target.slot for target in targets if target.slot is not None),
-            prompt_logprobs=wanted,
-            prompt_top=(request.params.prompt_logprobs or 0) if wanted is not None else 0,
+            prompt_logprobs=prompt_targets,
+            prompt_top=(request.params.prompt_logprobs or 0) if prompt_targets is not None else 0,
             pooling=request.pooling,
             hidden_layers=request.hidden_layers if samples else (),
             images=request.images,

@@ -134,9 +134,9 @@ class StepPipeline(Generic[C]):
 
     def finish(self, launched: Launched) -> None:
         """Reads a step's results, which waits for the device, and commits them."""
-        step, flight = launched
+        step, launched_step = launched
         try:
-            result = self._runner.read(flight)
+            result = self._runner.read(launched_step)
         except Exception as error:
             self._count_failure(error)
             self.core.fail_step(step, f"the step's results could not be read: {error}")

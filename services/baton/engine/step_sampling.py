@@ -78,7 +78,7 @@ class StepSampling:
             if each is not None:
                 errors |= each.errors
                 if each.logprobs is not None:
-                    logprobs |= zip(each.logprob_rows, each.logprobs.read(each.wanted), strict=True)
+                    logprobs |= zip(each.logprob_rows, each.logprobs.read(each.logprob_counts), strict=True)
         kept: dict[int, list[KeptToken]] = {}
         if launched.right is not None:
             kept, firsts = self._kept(launched, tokens, finite, logprobs, errors), launched.firsts
@@ -92,8 +92,8 @@ class StepSampling:
         if late is not None:
             self._sample_late(late)
         rows = row_results(launched.rows, tokens, finite, logprobs, launched.prompts, errors, kept)
-        if launched.places is not None:
-            rows = itemgetter(*launched.places)(rows)
+        if launched.row_order is not None:
+            rows = itemgetter(*launched.row_order)(rows)
         _add_pooled(rows, launched.pooled)
         return rows
 

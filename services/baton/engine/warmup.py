@@ -125,8 +125,8 @@ def largest_steps(max_slots: int, limits: StepLimits) -> list[StepPlan]:
 
     def chunk(slot: int, count: int) -> PlanRow:
         count = min(count, longest)
-        wanted = (0,) * (count - 1)
-        return limits.row(slot, (0,) * count, longest - count, table, wanted)
+        prompt_logprobs = (0,) * (count - 1)
+        return limits.row(slot, (0,) * count, longest - count, table, prompt_logprobs)
 
     batches = [
         [chunk(0, budget)],

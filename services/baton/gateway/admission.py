@@ -151,8 +151,8 @@ def _check_prompt(
             raise invalid("tokens.token_ids", "the prompt is empty: give at least one token id")
         if model is not None:
             count = len(start.tokens.token_ids)
-            wanted = _wanted(start.sampling, start.clamp_max_tokens)
-            check_room(count, model.context_length, "tokens.token_ids", wanted)
+            output_tokens = _output_tokens(start.sampling, start.clamp_max_tokens)
+            check_room(count, model.context_length, "tokens.token_ids", output_tokens)
             check_token_ids(start.tokens.token_ids, model.vocab_size, "tokens.token_ids")
         return
     if kind == "text":
@@ -169,8 +169,8 @@ def _check_prompt(
     field = "text" if kind == "text" else "chat.messages"
     if model is not None and size > MAX_TOKEN_BYTES * model.context_length:
         least = -(-size // MAX_TOKEN_BYTES)
-        wanted = _wanted(start.sampling, start.clamp_max_tokens) or 1
-        error = context_exceeded(least, wanted, model.context_length, field)
+        output_tokens = _output_tokens(start.sampling, start.clamp_max_tokens) or 1
+        error = context_exceeded(least, output_tokens, model.context_length, field)
         error.text += f" The prompt has {size} bytes, and so at least these tokens."
         raise error
     if size > max_bytes:
@@ -201,7 +201,7 @@ def _utf8_bytes(text: str, limit: int) -> int:
     return len(text) if len(text) > limit else len(text.encode())
 
 
-def _wanted(sampling: common_pb2.SamplingParams, clamp: bool) -> int:
+def _output_tokens(sampling: common_pb2.SamplingParams, clamp: bool) -> int:
     """max_tokens that cannot be reduced; 0: it can be, or is not given."""
     return 0 if clamp and sampling.max_tokens > 1 else sampling.max_tokens
 
@@ -249,11 +249,11 @@ def fit(
     """
     if prompt_tokens == 0:
         raise invalid(prompt_field, "the prompt has no tokens")
-    wanted = _wanted(sampling, clamp)
-    room = check_room(prompt_tokens, context_length, prompt_field, wanted)
+    output_tokens = _output_tokens(sampling, clamp)
+    room = check_room(prompt_tokens, context_length, prompt_field, output_tokens)
     if sampling.max_tokens > room and not clamp:
         field = "sampling.max_tokens"
-        raise context_exceeded(prompt_tokens, wanted, context_length, field)
+        raise context_exceeded(prompt_tokens, output_tokens, context_length, field)
     if sampling.min_tokens > room:
         raise invalid_field("sampling.min_tokens", f"is {sampling.min_tokens}; {room} fit at most")
     fitted = common_pb2.SamplingParams()

@@ -34,7 +34,7 @@ class Liveness:
     def silent(self, now: float) -> bool:
         return self._asked is not None and now - self._asked > self._limit
 
-    def tick(self, now: float, wanted: bool) -> bool:
+    def tick(self, now: float, active: bool) -> bool:
         """Whether to send a heartbeat now. wanted: whether requests wait for the node.
 
         If the caller itself has paused, unread answers may be pending, so it sends a new heartbeat first.
@@ -44,7 +44,7 @@ class Liveness:
         if paused and self._asked is not None:
             self._asked = now
             return True
-        if self._asked is not None or not wanted:
+        if self._asked is not None or not active:
             return False
         self._asked = now
         return True
@@ -277,7 +277,7 @@ class DecodeClient:
         """Sends a heartbeat while requests run there. It checks the step thread; the connection has its
         own pings."""
         now = self._runtime.clock()
-        if self._liveness.tick(now, wanted=bool(self._sinks)):
+        if self._liveness.tick(now, active=bool(self._sinks)):
             heartbeat = decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat())
             self._link.send(heartbeat)
         if self._silent and self._sinks:

@@ -111,12 +111,12 @@ class EmbeddingClient:
         failed_steps = 0
         while True:
             error: BatonError | None = None
-            for place in self._places():
+            for worker in self._workers():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise deadline_exceeded("the embeddings were not computed in time")
                 try:
-                    return await self._call(place, message, group, left)
+                    return await self._call(worker, message, group, left)
                 except BatonError as failed:
                     if failed.code not in _ELSEWHERE:
                         raise
@@ -132,27 +132,27 @@ class EmbeddingClient:
                 raise error
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _places(self) -> list[EmbeddingWorker]:
+    def _workers(self) -> list[EmbeddingWorker]:
         prefill = [EmbeddingWorker("prefill", address) for address in self._nodes.prefill]
         decode = [
             EmbeddingWorker("decode", node.address) for node in self._nodes.decode.values() if node.usable
         ]
         return [*sorted(prefill, key=self._tokens_at), *sorted(decode, key=self._tokens_at)]
 
-    def _tokens_at(self, place: EmbeddingWorker) -> int:
-        return self._outstanding[place]
+    def _tokens_at(self, worker: EmbeddingWorker) -> int:
+        return self._outstanding[worker]
 
     async def _call(
-        self, place: EmbeddingWorker, message: embed_pb2.EmbedPrompts, group: _CallGroup, seconds: float
+        self, worker: EmbeddingWorker, message: embed_pb2.EmbedPrompts, group: _CallGroup, seconds: float
     ) -> Sequence[embed_pb2.Embedding]:
-        stub = await self._stub(place)
-        self._outstanding[place] += group.tokens
+        stub = await self._stub(worker)
+        self._outstanding[worker] += group.tokens
         try:
             answer: embed_pb2.PromptEmbeddings = await stub.Embed(message, timeout=seconds)
         except asyncio.CancelledError:
             if task_is_cancelled():
                 raise
-            raise unavailable(f"the connection to {place.address} was closed", "CONNECTION_CLOSED") from None
+            raise unavailable(f"the connection to {worker.address} was closed", "CONNECTION_CLOSED") from None
         except grpc.aio.AioRpcError as failed:
             error = from_rpc_error(failed)
             if error.field is not None and error.field.startswith("prompts["):
@@ -160,25 +160,25 @@ class EmbeddingClient:
                 error.field = f"[{group.first + index}]"
             raise error from None
         finally:
-            self._outstanding[place] -= group.tokens
-            if not self._outstanding[place]:
-                del self._outstanding[place]
+            self._outstanding[worker] -= group.tokens
+            if not self._outstanding[worker]:
+                del self._outstanding[worker]
         if len(answer.embeddings) != len(group.prompts):
-            text = f"{place.address} answered {len(answer.embeddings)} of {len(group.prompts)} prompts"
+            text = f"{worker.address} answered {len(answer.embeddings)} of {len(group.prompts)} prompts"
             raise internal(text, "BAD_PEER")
         return answer.embeddings
 
-    async def _stub(self, place: EmbeddingWorker) -> Any:
+    async def _stub(self, worker: EmbeddingWorker) -> Any:
         if self._closed:
             raise unavailable("the gateway is stopping", "STOPPING", 1000)
-        channel = self._channels.get(place)
+        channel = self._channels.get(worker)
         if channel is None:
             # Not the connection of anything else: embeddings are large.
-            channel = self._channels[place] = self._dial(place.address)
-            known = {*self._nodes.prefill, *self._nodes.decode, place.address}
+            channel = self._channels[worker] = self._dial(worker.address)
+            known = {*self._nodes.prefill, *self._nodes.decode, worker.address}
             gone = [self._channels.pop(each) for each in list(self._channels) if each.address not in known]
             await asyncio.gather(*(each.close() for each in gone))
-        made = prefill_pb2_grpc.PrefillStub if place.role == "prefill" else decode_pb2_grpc.DecodeStub
+        made = prefill_pb2_grpc.PrefillStub if worker.role == "prefill" else decode_pb2_grpc.DecodeStub
         return made(channel)
 
 

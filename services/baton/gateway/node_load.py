@@ -107,24 +107,24 @@ class SentLoad:
 
     def reported(self, report: NodeWork) -> None:
         """The node has just reported this."""
-        own = self._own()
-        running = max(0, report.running - own.running)
+        sent_here = self._sent_here()
+        running = max(0, report.running - sent_here.running)
         self._others = NodeWork(
-            tokens=max(0, report.tokens - own.tokens),
-            rows=max(0, report.rows - own.rows),
+            tokens=max(0, report.tokens - sent_here.tokens),
+            rows=max(0, report.rows - sent_here.rows),
             running=running,
             context_tokens=report.context_tokens * running // max(1, report.running),
         )
 
     def work(self, *, others: bool = True) -> NodeWork:
         """`others`: include the work of other gateways."""
-        own, more = self._own(), self._others if others else NodeWork()
+        sent_here, more = self._sent_here(), self._others if others else NodeWork()
         return NodeWork(
-            own.tokens + more.tokens,
-            own.rows + more.rows,
-            own.running + more.running,
-            own.context_tokens + more.context_tokens,
+            sent_here.tokens + more.tokens,
+            sent_here.rows + more.rows,
+            sent_here.running + more.running,
+            sent_here.context_tokens + more.context_tokens,
         )
 
-    def _own(self) -> NodeWork:
+    def _sent_here(self) -> NodeWork:
         return NodeWork(self.tokens, len(self._requests), self._running, self._context_tokens)

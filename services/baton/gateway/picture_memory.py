@@ -64,12 +64,12 @@ class PictureMemory:
     def all(self) -> list[KeptPicture]:
         return list(self._kept.values())
 
-    def hold(self, picture: Picture, owner: bytes, place: str) -> KeptPicture:
+    def hold(self, picture: Picture, owner: bytes, field_path: str) -> KeptPicture:
         """Until `release`, once for each call. place: of the image, for errors. Raises BatonError where there
         is no room, or the owner's share is used up."""
         kept = self._kept.get(picture.digest) or KeptPicture(picture)
         if owner not in kept.holds:
-            self._check(kept, owner, place)
+            self._check(kept, owner, field_path)
             if not kept.holds:
                 self._wake(kept)
                 self._held += kept.size
@@ -101,19 +101,21 @@ class PictureMemory:
             self._bytes -= kept.size
             self._dropped(kept)
 
-    def _check(self, kept: KeptPicture, owner: bytes, place: str) -> None:
+    def _check(self, kept: KeptPicture, owner: bytes, field_path: str) -> None:
         size, mib = kept.size, self.max_bytes >> 20
         if size > self.max_bytes:
             text = f"has {size} bytes of pixels; --image-memory-mib allows {mib} MiB"
-            raise invalid_field(place, text, "IMAGE")
+            raise invalid_field(field_path, text, "IMAGE")
         free = self.max_bytes - self._held - (0 if kept.holds else size)
-        own = self._held_by[owner]
+        used = self._held_by[owner]
         later = "(--image-memory-mib): send it again later"
         if free < 0:
-            text = f"{place}: images of running requests fill the {mib} MiB that they may take {later}"
+            text = f"{field_path}: images of running requests fill the {mib} MiB that they may take {later}"
             raise exhausted(text, "PICTURES_FULL", 1000)
-        if owner and own and own + size > SHARE * free:
-            text = f"{place}: images of this API key's running requests fill its share of {mib} MiB {later}"
+        if owner and used and used + size > SHARE * free:
+            text = (
+                f"{field_path}: images of this API key's running requests fill its share of {mib} MiB {later}"
+            )
             raise exhausted(text, "PICTURES_FULL", 1000)
 
     def _wake(self, kept: KeptPicture) -> None:

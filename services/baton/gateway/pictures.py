@@ -61,7 +61,7 @@ class PictureStore:
         return PictureName(owner, namespace, await asyncio.to_thread(lambda: sha256(data).digest()))
 
     @asynccontextmanager
-    async def fetched(self, url: str, owner: bytes, place: str) -> AsyncIterator[bytes]:
+    async def fetched(self, url: str, owner: bytes, field_path: str) -> AsyncIterator[bytes]:
         """The file at an address, which waits for its turn, and is to be decoded before the block ends: until
         then it is counted nowhere else. place: of the image, for errors. Raises BatonError."""
         async with _turn(self._arriving, owner):
@@ -69,11 +69,11 @@ class PictureStore:
                 file = await self._media.fetch(url)
             except PictureError as error:
                 self._counted("refused")
-                raise invalid_field(place, str(error), "IMAGE") from None
+                raise invalid_field(field_path, str(error), "IMAGE") from None
             yield file
 
     async def hold(
-        self, name: PictureName, data: bytes | None, settings: PictureSettings, place: str
+        self, name: PictureName, data: bytes | None, settings: PictureSettings, field_path: str
     ) -> Picture:
         """A picture that stays until it is released. data: the file; None: it must be kept already. place: of
         the image, for errors. Raises BatonError."""
@@ -81,17 +81,17 @@ class PictureStore:
             picture = self._known(name, settings)
             outcome = "kept"
             if picture is None:
-                picture, outcome = await self._decoded(name, data, place), "decoded"
-            kept = self.memory.hold(picture, name.owner, place)
+                picture, outcome = await self._decoded(name, data, field_path), "decoded"
+            kept = self.memory.hold(picture, name.owner, field_path)
         except BatonError:
             self._counted("refused")
             raise
         self._counted(outcome)
         if settings == self._settings and name not in kept.names:
-            own = [each for each in kept.names if each.owner == name.owner]
-            if len(own) >= MOST_NAMES:
-                kept.names.remove(own[0])
-                del self._names[own[0]]
+            of_owner = [each for each in kept.names if each.owner == name.owner]
+            if len(of_owner) >= MOST_NAMES:
+                kept.names.remove(of_owner[0])
+                del self._names[of_owner[0]]
             kept.names.add(name)
             self._names[name] = picture.digest
         return kept.picture
@@ -110,9 +110,9 @@ class PictureStore:
         digest = self._names.get(name)
         return None if digest is None else self.find(digest)
 
-    async def _decoded(self, name: PictureName, data: bytes | None, place: str) -> Picture:
+    async def _decoded(self, name: PictureName, data: bytes | None, field_path: str) -> Picture:
         if data is None:
-            text = f"{place}: the image is kept here no more: send its file again"
+            text = f"{field_path}: the image is kept here no more: send its file again"
             raise failed_precondition(text, "PICTURE_GONE")
         decoder = self._decoder
         assert decoder is not None, "no settings"
@@ -121,7 +121,7 @@ class PictureStore:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._threads, decoder.decode, data)
             except PictureError as error:
-                raise invalid_field(place, str(error), "IMAGE") from None
+                raise invalid_field(field_path, str(error), "IMAGE") from None
             except PictureBusy as error:
                 raise exhausted(str(error), "PICTURES_BUSY", 1000) from None
 
@@ -152,23 +152,23 @@ class PictureLease:
         self._held: list[Picture] = []
         self._released = False
 
-    async def fetch(self, url: str, settings: PictureSettings, place: str) -> tuple[Picture, bytes]:
+    async def fetch(self, url: str, settings: PictureSettings, field_path: str) -> tuple[Picture, bytes]:
         """Adds an image that is given by address. Raises BatonError."""
-        async with self._store.fetched(url, self._owner, place) as file:
-            return await self.add(file, settings, place)
+        async with self._store.fetched(url, self._owner, field_path) as file:
+            return await self.add(file, settings, field_path)
 
     async def add(
-        self, file: bytes, settings: PictureSettings, place: str, *, known: bool = False
+        self, file: bytes, settings: PictureSettings, field_path: str, *, known: bool = False
     ) -> tuple[Picture, bytes]:
         """The picture, and SHA-256 of its file. known: `file` is that digest, of an image that was sent
         before. Raises BatonError."""
         if known:
             name = PictureName(self._owner, self._namespace, file)
         elif len(file) > MOST_BYTES:
-            raise invalid_field(place, f"has more than {MOST_BYTES:,} bytes", "IMAGE")
+            raise invalid_field(field_path, f"has more than {MOST_BYTES:,} bytes", "IMAGE")
         else:
             name = await self._store.name(file, self._owner, self._namespace)
-        picture = await self._store.hold(name, None if known else file, settings, place)
+        picture = await self._store.hold(name, None if known else file, settings, field_path)
         if self._released:  # meanwhile
             self._store.release(picture, self._owner)
         else:

@@ -49,15 +49,17 @@ async def find_images(chat: tokenizer_pb2.ChatPrompt) -> ImageParts:
 
 def check_images(parts: ImageParts, model: node_pb2.ModelInfo | None) -> None:
     """Raises BatonError for what can be refused without looking at them. model None: it is not known yet."""
-    for count, (place, part) in enumerate(parts, 1):
+    for count, (field_path, part) in enumerate(parts, 1):
         if len(part.name) > MOST_NAME:
             raise invalid("chat.messages", f"a part's name has more than {MOST_NAME} characters")
         if model is not None and not model.HasField("image_settings"):
-            raise invalid_field(place, NOT_SEEN, "NO_IMAGES")
+            raise invalid_field(field_path, NOT_SEEN, "NO_IMAGES")
         if count > MOST_IMAGES:
-            raise invalid_field(place, f": more than {MOST_IMAGES} images in a request", "TOO_MANY_IMAGES")
+            raise invalid_field(
+                field_path, f": more than {MOST_IMAGES} images in a request", "TOO_MANY_IMAGES"
+            )
         if part.WhichOneof("kind") == "image_digest" and len(part.image_digest) != DIGEST_BYTES:
-            raise invalid_field(place, f": a digest has {DIGEST_BYTES} bytes", "IMAGE")
+            raise invalid_field(field_path, f": a digest has {DIGEST_BYTES} bytes", "IMAGE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +82,20 @@ async def read_images(parts: ImageParts, model: node_pb2.ModelInfo, lease: Pictu
     given = model.image_settings
     settings = PictureSettings(given.patch, given.merge, given.least_pixels, given.most_pixels)
 
-    async def read(place: str, part: tokenizer_pb2.ContentPart) -> ImageSize:
+    async def read(field_path: str, part: tokenizer_pb2.ContentPart) -> ImageSize:
         kind = part.WhichOneof("kind")
         known = kind == "image_digest"
         file, part.image_digest = getattr(part, kind), b""
         if kind == "image_url":
-            picture, part.image_digest = await lease.fetch(file, settings, place)
+            picture, part.image_digest = await lease.fetch(file, settings, field_path)
         else:
-            picture, part.image_digest = await lease.add(file, settings, place, known=known)
+            picture, part.image_digest = await lease.add(file, settings, field_path, known=known)
         high, wide = picture.pixels.shape[:2]
         return ImageSize(picture.digest, high // settings.factor, wide // settings.factor)
 
     found: list[ImageSize] = []
     for first in range(0, len(parts), WIDTH):
-        some = [read(place, part) for place, part in parts[first : first + WIDTH]]
+        some = [read(field_path, part) for field_path, part in parts[first : first + WIDTH]]
         for each in await asyncio.gather(*some, return_exceptions=True):
             if isinstance(each, BaseException):
                 raise each
@@ -149,6 +151,6 @@ def keyed(token_ids: Sequence[int], images: Sequence[common_pb2.PromptImage]) ->
     return found
 
 
-def context_of_images(tokens: int, context_length: int, place: str) -> BatonError:
+def context_of_images(tokens: int, context_length: int, field_path: str) -> BatonError:
     text = f": images up to here take {tokens} tokens; the context holds {context_length}"
-    return invalid_field(place, text, "PROMPT_TOO_LONG")
+    return invalid_field(field_path, text, "PROMPT_TOO_LONG")

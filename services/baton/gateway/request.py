@@ -183,7 +183,7 @@ class GatewayRequest:
                 self.attempts.done = True
                 self._finish_if_complete()
                 return
-            self._place()
+            self._choose_decode()
         except Exception as error:
             self._preparing = None
             if not isinstance(error, BatonError):
@@ -199,7 +199,7 @@ class GatewayRequest:
         self._timing.begin_phase("route")
         self._trace.add(EventKind.TOKENIZED, number=count)
 
-    def _place(self) -> None:
+    def _choose_decode(self) -> None:
         """Sends the next attempt now, or as soon as a node can take it. `attempts` and the routing decide."""
         routing, nodes = self._routing, self._gateway.nodes
         if self.log.terminal is not None or routing is None:
@@ -207,23 +207,23 @@ class GatewayRequest:
         try:
             while True:
                 candidates = nodes.candidates(self.number, self._fingerprint)
-                place = self.attempts.place(candidates, self._gateway.clock(), routing.pick_decode)
-                if isinstance(place, Wait):
-                    self._place_timer = self._gateway.after(place.seconds, self._place)
+                decode = self.attempts.choose(candidates, self._gateway.clock(), routing.pick_decode)
+                if isinstance(decode, Wait):
+                    self._place_timer = self._gateway.after(decode.seconds, self._choose_decode)
                     return
                 prefill = routing.order_prefill(nodes.prefill)
-                limit = routing.decide(self._gateway.split, place, prefill, self._hand_off)
+                limit = routing.decide(self._gateway.split, decode, prefill, self._hand_off)
                 start = self._decode_start(prefill, limit)
-                start.sources.extend(routing.sources(place, prefill))
-                if nodes.decode[place].send(start, self):
+                start.sources.extend(routing.sources(decode, prefill))
+                if nodes.decode[decode].send(start, self):
                     break
         except BatonError as error:
             self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
             return
-        self.attempts.begin(place)
+        self.attempts.begin(decode)
         self._timing.begin_phase("")
-        self._trace.add(EventKind.SENT, attempt=self.attempts.number, text=place)
-        routing.sent(place, prefill)
+        self._trace.add(EventKind.SENT, attempt=self.attempts.number, text=decode)
+        routing.sent(decode, prefill)
         if self._reader.paused:
             self._pause(True)
         if not self._accepted:
@@ -338,7 +338,7 @@ class GatewayRequest:
             self._gateway.log.info(
                 "trying another decode node", request=self.name, decode=address, error=error.message
             )
-            self._place()
+            self._choose_decode()
 
     def _finish_if_complete(self) -> None:
         """Finishes the request once all choices have finished and the decode node sends nothing more."""

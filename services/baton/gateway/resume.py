@@ -42,7 +42,7 @@ class Wait:
 class ResumeAttempts:
     """The attempts at one request, one after the other.
 
-    The caller alternates `place` and `begin`; then either `done` or `ended` follows. Messages of a decode
+    The caller alternates `choose` and `begin`; then either `done` or `ended` follows. Messages of a decode
     node count only while `current` holds: tokens of an attempt that was given up never reach the log.
 
     resumable: False when the client prefers an error to a resume.
@@ -78,7 +78,7 @@ class ResumeAttempts:
         self._since: float | None = None  # since when no node could be found
         self._last: BatonError | None = None
 
-    def place(self, nodes: Sequence[str], now: float, pick: Callable[[Sequence[str]], str]) -> str | Wait:
+    def choose(self, nodes: Sequence[str], now: float, pick: Callable[[Sequence[str]], str]) -> str | Wait:
         """Returns the address of the node for the next attempt. Raises BatonError when the request is given
         up.
 

@@ -287,12 +287,12 @@ class RequestRouting:
         """DecodeStart.local_prefill_tokens for an attempt at this decode node, with this order of prefill
         nodes. hand_off: the client's choice."""
         there = self._expected(self._loads[prefill[0]]) if prefill else None
-        own, tokens = self._loads[decode], len(self._prompt.tokens)
-        self._decision = decision = split.decide(self._expected(own), there, tokens, hand_off)
+        load, tokens = self._loads[decode], len(self._prompt.tokens)
+        self._decision = decision = split.decide(self._expected(load), there, tokens, hand_off)
         if decision.limit is None or not decision.local:
             return decision.limit
         # The node counts what it will borrow among what it has to compute.
-        return max(decision.limit, tokens - own.cached)
+        return max(decision.limit, tokens - load.cached)
 
     def sent(self, decode: str, prefill: Sequence[str]) -> None:
         """The attempt has been sent."""

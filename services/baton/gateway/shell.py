@@ -174,8 +174,8 @@ class GatewayShell(GatewayRuntime):
     @property
     def model_name(self) -> str:
         """The name that clients see; empty: none has been served yet."""
-        own = self._last_model.name if self._last_model is not None else ""
-        return served_names(self.config.served_name, own)[0]
+        checkpoint_name = self._last_model.name if self._last_model is not None else ""
+        return served_names(self.config.served_name, checkpoint_name)[0]
 
     def _model(self) -> node_pb2.ModelInfo | None:
         models = list(self.nodes.models())

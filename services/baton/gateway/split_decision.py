@@ -60,12 +60,12 @@ def predict_local(prompt: int, decode: NodeLoad) -> Prediction:
     """Predicts the prompt on the decode node. Raises ValueError if its step cost is not known."""
     cost = _cost(decode)
     uncached = max(1, prompt - decode.cached)
-    own = _chunk(cost, prompt, uncached)
+    compute = _chunk(cost, prompt, uncached)
     rows = _rows(cost, decode)
     room = max(1, decode.step_tokens - decode.running)
     steps = math.ceil((decode.queued_tokens + uncached) / room)
-    first = steps * rows + cost.token * decode.queued_tokens + own + decode.promotion
-    return Prediction(first, gap=0.0, step=_next(cost, decode), others=decode.running * own)
+    first = steps * rows + cost.token * decode.queued_tokens + compute + decode.promotion
+    return Prediction(first, gap=0.0, step=_next(cost, decode), others=decode.running * compute)
 
 
 def predict_split(prompt: int, decode: NodeLoad, prefill: NodeLoad) -> Prediction:

@@ -38,7 +38,7 @@ VOCABULARY_SECONDS = 60.0
 TEXTS_PER_CALL = 64
 """Texts in one call of `encode_texts`, so that other gateways' prompts come between its calls."""
 
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_LOST_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """Status codes of a call whose tokenizer has gone. CANCELLED comes from one that stops."""
 
 _log = get_logger()
@@ -190,13 +190,13 @@ class TokenizerClient:
 
     async def encode(
         self,
-        given: tokenizer_pb2.EncodeInput,
+        encode_input: tokenizer_pb2.EncodeInput,
         timeout: float,
         asking: Callable[[str], None] = lambda address: None,
     ) -> tokenizer_pb2.EncodeResult:
         """Raises BatonError. timeout: seconds. asking: called with the address of each process before it is
         asked."""
-        response = await self._encode(_encode_request([given]), timeout, asking)
+        response = await self._encode(_encode_request([encode_input]), timeout, asking)
         if len(response.results) != 1:
             raise internal(f"a tokenizer answered {len(response.results)} of 1 inputs")
         (result,) = response.results
@@ -263,7 +263,7 @@ class TokenizerClient:
                     error = node.gone(None)  # the connection has been closed on this side
                 except grpc.aio.AioRpcError as failed:
                     error = from_rpc_error(failed)
-                    if error.code not in _GONE:
+                    if error.code not in _LOST_CODES:
                         raise error from failed
                     error = node.gone(error)
             if time.monotonic() + RETRY_SECONDS >= min(deadline, wait_until):

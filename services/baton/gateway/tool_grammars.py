@@ -340,8 +340,8 @@ def _schema(tool: tokenizer_pb2.Tool, *, any_object: bool) -> str:
 
 def _spaced(schema: dict[str, Any]) -> str:
     """The schema's text, with the options that it does not have itself."""
-    own = schema.get("x-guidance", {})
-    return dumps({**schema, "x-guidance": {**_SPACE, **own} if isinstance(own, dict) else own})
+    options = schema.get("x-guidance", {})
+    return dumps({**schema, "x-guidance": {**_SPACE, **options} if isinstance(options, dict) else options})
 
 
 def _literal(text: str) -> str:

@@ -76,13 +76,13 @@ class Traces:
     ) -> tuple[list[Timeline], list[str]]:
         """Timelines of those that this gateway remembers, in the order of `names`; and the processes that
         did not answer."""
-        own: dict[TraceName, list[Event]] = {name: [] for name in names}
+        gateway_events: dict[TraceName, list[Event]] = {name: [] for name in names}
         for event in self._recorder.of(names):
-            own[event.gateway, event.request].append(event)
+            gateway_events[event.gateway, event.request].append(event)
         others: dict[TraceName, list[Recorded]] = {name: [] for name in names}
         missing: list[str] = []
         if not gateway_only:
-            first = _asked(own, (EventKind.TOKENIZING, "tokenizer"), (EventKind.SENT, "decode"))
+            first = _asked(gateway_events, (EventKind.TOKENIZING, "tokenizer"), (EventKind.SENT, "decode"))
             for process, recorded in await self._ask_all(first, missing):
                 _sort(others, process, *recorded)
             for further in ((EventKind.SENT, "prefill"), (EventKind.ENCODE_ASKED, "encode")):
@@ -94,7 +94,7 @@ class Traces:
         now = self._recorder.clock()
         found: list[Timeline] = []
         for name in names:
-            each = timeline(own[name], others[name], now)
+            each = timeline(gateway_events[name], others[name], now)
             if each is not None:
                 found.append(each)
             await asyncio.sleep(0)  # each may have thousands of events

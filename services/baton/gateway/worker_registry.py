@@ -90,7 +90,7 @@ class WorkerRegistry:
             self.encode.append(address)
         elif role in WORKERS:
             self._listed.setdefault(address, {})[role] = None
-            self._place(address)
+            self._add(address)
 
     def remove(self, role: str, address: str) -> None:
         """Removes a node; its requests continue elsewhere. Idempotent.
@@ -106,15 +106,15 @@ class WorkerRegistry:
             if not self._listed[address]:
                 del self._listed[address]
                 self._told.pop(address, None)
-            self._place(address)
+            self._add(address)
 
     def told_role(self, address: str, role: str) -> None:
         """The worker says what it is. That counts, whatever lists it; empty: it does not say."""
         if role in WORKERS and address in self._listed and self._told.get(address) != role:
             self._told[address] = role
-            self._place(address)
+            self._add(address)
 
-    def _place(self, address: str) -> None:
+    def _add(self, address: str) -> None:
         """Uses a worker as what it says it is, else as what it is listed as; if nothing lists it, not at
         all."""
         listed = self._listed.get(address, {})

@@ -52,9 +52,9 @@ class Matcher(Protocol):
         """Each of several different matchers accepts its tokens, and fills its row of `words` [matchers,
         words]. Yields why rows could not be filled; these hold anything."""
         errors = {}
-        for row, (matcher, own) in enumerate(zip(matchers, tokens, strict=True)):
+        for row, (matcher, row_tokens) in enumerate(zip(matchers, tokens, strict=True)):
             try:
-                matcher.accept(own)
+                matcher.accept(row_tokens)
                 matcher.fill(words[row])
             except GrammarError as error:
                 errors[row] = error

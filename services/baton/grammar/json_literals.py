@@ -53,11 +53,11 @@ def rewrite_lark(text: str) -> str:
         begin, at = at, found.end()
         if found["keyword"]:
             try:
-                given, at = decoder.raw_decode(text, at)
+                inner, at = decoder.raw_decode(text, at)
             except RecursionError:
                 raise SchemaError("recursion limit: a schema is nested too deeply") from None
         if found["keyword"] == "%json":
-            expression, more = as_lark(rewrite(given).schema, f"{prefix}_{len(parts)}")
+            expression, more = as_lark(rewrite(inner).schema, f"{prefix}_{len(parts)}")
             parts += [text[begin : found.start()], expression]
             rules += more
         else:
@@ -159,10 +159,10 @@ class _Writer:
         names = list(dict.fromkeys([*schema.get("properties", {}), *required]))
         members, must = [], []
         for name in names:
-            given = schema.get("properties", {}).get(name, True)
-            if given is False and name not in required:
+            property_schema = schema.get("properties", {}).get(name, True)
+            if property_schema is False and name not in required:
                 continue
-            value = self.value(given, f"{path}.properties.{name}")
+            value = self.value(property_schema, f"{path}.properties.{name}")
             members.append(self._rule(f'{_text(dumps(name))} {self._space} ":" {self._space} {value}'))
             must.append(name in required)
         return self._members(members, must)

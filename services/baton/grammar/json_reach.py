@@ -68,9 +68,9 @@ def _ends(schema: SchemaValue, endless: set[str]) -> bool:
         if _list(schema, key) and not any(_ends(each, endless) for each in _list(schema, key)):
             return False
     if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
-        given = schema["properties"]
+        properties = schema["properties"]
         return all(
-            _ends(given.get(name, True), endless) for name in _list(schema, "required") if _is_name(name)
+            _ends(properties.get(name, True), endless) for name in _list(schema, "required") if _is_name(name)
         )
     least = schema.get("minItems", 0)
     if schema.get("type") == "array" and isinstance(least, int) and least > 0:
@@ -135,9 +135,9 @@ def _widths(
 
 def _runs(schema: dict[str, SchemaValue]) -> Iterator[int]:
     """Items of properties one after the other that need not be there; the first: at the beginning."""
-    given, required = schema.get("properties"), _list(schema, "required")
+    properties, required = schema.get("properties"), _list(schema, "required")
     run, needed = 0, {name for name in required if _is_name(name)}
-    for name, each in given.items() if isinstance(given, dict) else ():
+    for name, each in properties.items() if isinstance(properties, dict) else ():
         if name in needed:
             yield 4 * run
             run = 0
@@ -185,8 +185,8 @@ def steps(at: str) -> list[str]:
 
 
 def _list(schema: dict[str, SchemaValue], key: str) -> list[SchemaValue]:
-    given = schema.get(key)
-    return given if isinstance(given, list) else []
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _is_name(name: SchemaValue) -> bool:

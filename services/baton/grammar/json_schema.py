@@ -123,20 +123,20 @@ class _Rewriter:
         if made is False:
             raise SchemaError("nothing fits: the schema is false, or never ends")
         if self._loose and isinstance(made, dict) and "oneOf" in self._unenforced:
-            given = made.get("x-guidance", {})
-            if isinstance(given, dict):
-                made["x-guidance"] = {**given, "coerce_one_of": True}
+            options = made.get("x-guidance", {})
+            if isinstance(options, dict):
+                made["x-guidance"] = {**options, "coerce_one_of": True}
         return Rewritten(made, self._unenforced)
 
-    def _schema(self, given: SchemaValue, path: str, depth: int) -> SchemaValue:
+    def _schema(self, schema: SchemaValue, path: str, depth: int) -> SchemaValue:
         if depth > MAX_DEPTH:
             raise SchemaError(f"recursion limit: it is nested more than {MAX_DEPTH} levels deep")
-        if isinstance(given, list):
-            return [self._schema(each, f"{path}[{number}]", depth + 1) for number, each in enumerate(given)]
-        if not isinstance(given, dict):
-            return given
+        if isinstance(schema, list):
+            return [self._schema(each, f"{path}[{number}]", depth + 1) for number, each in enumerate(schema)]
+        if not isinstance(schema, dict):
+            return schema
         made: dict[str, SchemaValue] = {}
-        for key, value in given.items():
+        for key, value in schema.items():
             where = f"{path}.{key}" if path else key
             if key in IN_MAPS and isinstance(value, dict):
                 made[key] = {
@@ -209,19 +209,19 @@ class _Rewriter:
                     del made[key]
                 else:
                     self._refuse(made, key, path, f"{value} is more than any output has")
-        own, required = made.get("properties", {}), made.get("required", [])
-        if not isinstance(own, dict) or not isinstance(required, list):
+        properties, required = made.get("properties", {}), made.get("required", [])
+        if not isinstance(properties, dict) or not isinstance(required, list):
             return
         least: SchemaValue = made.get("minProperties")
         if _is_number(least) and least <= len(set(map(str, required))):
             del made["minProperties"]
         closed = made.get("additionalProperties") is False and "patternProperties" not in made
         most: SchemaValue = made.get("maxProperties")
-        if closed and _is_number(most) and most >= len(own):
+        if closed and _is_number(most) and most >= len(properties):
             del made["maxProperties"]
         # Beside properties that need not be there, the library knows only that one must be.
         known = closed and made.get("minProperties") == 1 and "maxProperties" not in made
-        if any(name not in required for name in own) and not known:
+        if any(name not in required for name in properties) and not known:
             for key in ("minProperties", "maxProperties"):
                 if key in made:
                     self._not_enforced(made, key, path)
@@ -301,12 +301,12 @@ def _simplify(made: dict[str, SchemaValue], *, any_name: bool) -> None:
     if any_name:
         made.pop("$dynamicAnchor", None)
         made.pop("$recursiveAnchor", None)
-    for key, own in _UNEVALUATED.items():
+    for key, keyword in _UNEVALUATED.items():
         if key in made and _fits_all(made[key]):
             del made[key]
         elif made.get(key) is False and not made.keys() & _APPLICATORS and "contains" not in made:
             del made[key]
-            made.setdefault("additionalItems" if isinstance(made.get(own), list) else own, False)
+            made.setdefault("additionalItems" if isinstance(made.get(keyword), list) else keyword, False)
     _name_properties(made)
 
 
@@ -318,16 +318,16 @@ def _name_properties(made: dict[str, SchemaValue]) -> None:
     said = {key: each for key, each in names.items() if key != "type"} if isinstance(names, dict) else {}
     if names is not True and not (isinstance(names, dict) and names.get("type", "string") == "string"):
         return
-    own, more = made.get("properties", {}), made.get("additionalProperties", True)
+    properties, more = made.get("properties", {}), made.get("additionalProperties", True)
     if not said:
         del made["propertyNames"]
-    elif "patternProperties" in made or not isinstance(own, dict):
+    elif "patternProperties" in made or not isinstance(properties, dict):
         return
     elif said.keys() == {"enum"} and isinstance(said["enum"], list):
-        allowed = {name: own.get(name, more) for name in said["enum"] if isinstance(name, str)}
-        made |= {"properties": {**dict.fromkeys(own, False), **allowed}, "additionalProperties": False}
+        allowed = {name: properties.get(name, more) for name in said["enum"] if isinstance(name, str)}
+        made |= {"properties": {**dict.fromkeys(properties, False), **allowed}, "additionalProperties": False}
         del made["propertyNames"]
-    elif said.keys() == {"pattern"} and not own and isinstance(said["pattern"], str):
+    elif said.keys() == {"pattern"} and not properties and isinstance(said["pattern"], str):
         made |= {"patternProperties": {said["pattern"]: more}, "additionalProperties": False}
         del made["propertyNames"]
 

@@ -117,9 +117,9 @@ class LlguidanceMatcher(Matcher):
         errors: dict[int, GrammarError] = {}
         size = words.strides[0]
         address = words.ctypes.data
-        for row, (matcher, own) in enumerate(zip(matchers, tokens, strict=True)):
+        for row, (matcher, row_tokens) in enumerate(zip(matchers, tokens, strict=True)):
             own_matcher = matcher._matcher
-            own_matcher.consume_tokens(list(own))
+            own_matcher.consume_tokens(list(row_tokens))
             own_matcher.unsafe_compute_mask_ptr(address + row * size, size)
             if own_matcher.is_error():
                 errors[row] = GrammarError(_one_line(own_matcher.get_error()) or _DOES_NOT_FIT)

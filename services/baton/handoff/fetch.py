@@ -46,12 +46,12 @@ class Fetch:
 
     name: AttemptName
     address: str
-    heard: float
+    last_seen: float
     rows: int
     """Page indexes that its tokens need."""
     begins: list[int]
     """For each KV group the page index with which its announcements begin."""
-    wanted: bool = True
+    pull_early: bool = True
     """The prompt's pages are pulled as they are announced; else not before the owner is done."""
     done: bool = False
     """The owner has nothing more to say but pages: what writes those announced has retired."""
@@ -90,28 +90,28 @@ class Fetch:
 
 
 F = TypeVar("F", bound=Fetch)
-Wanted = TypeVar("Wanted", bound=Fetch, contravariant=True)
+FetchT = TypeVar("FetchT", bound=Fetch, contravariant=True)
 
 
-class FetchCore(Protocol[Wanted]):
+class FetchCore(Protocol[FetchT]):
     """What the hand-off asks of the core that wants the pages."""
 
-    def adopt_cached(self, fetch: Wanted) -> int:
+    def adopt_cached(self, fetch: FetchT) -> int:
         """The page index up to which pages need not come, because they are cached here."""
 
-    def make_room(self, fetch: Wanted, rows: int) -> BlockTable | None:
+    def make_room(self, fetch: FetchT, rows: int) -> BlockTable | None:
         """Where the pages are to go: tables with this many page indexes. None: no pages are left."""
 
-    def pull_changed(self, fetch: Wanted, kind: EventKind, pages: int, step: int, error: str | None) -> None:
+    def pull_changed(self, fetch: FetchT, kind: EventKind, pages: int, step: int, error: str | None) -> None:
         """Records that a pull has begun (PULL_BEGUN) or ended (PULL_ENDED)."""
 
-    def pulled(self, fetch: Wanted, pages: int) -> None:
+    def pulled(self, fetch: FetchT, pages: int) -> None:
         """So many more are here and good, as far as that has been seen."""
 
-    def arrived(self, fetch: Wanted) -> None:
+    def arrived(self, fetch: FetchT) -> None:
         """It has ended: all pages are here and good."""
 
-    def lost(self, fetch: Wanted, reason: str, message: str, told: float | None) -> None:
+    def lost(self, fetch: FetchT, reason: str, message: str, told: float | None) -> None:
         """It has failed. `told`: when the other worker was told; None: it knows, or is gone."""
 
     def failed_late(self, name: AttemptName, address: str, reason: str) -> None:
@@ -149,7 +149,7 @@ class Fetches(Generic[F]):
         self._ended = RecentNames()
         self._next_beat = 0.0
         self._beat = min(HEARTBEAT_SECONDS, silence / 4)
-        self._heard: dict[str, float] = {}
+        self._last_seen: dict[str, float] = {}
         """When each peer's step thread last sent anything."""
 
     @property
@@ -168,7 +168,7 @@ class Fetches(Generic[F]):
         """The running fetch that the message belongs to."""
         fetch = self.running.get(message.name)
         if fetch is not None and fetch.address == address:
-            fetch.heard = now
+            fetch.last_seen = now
             return fetch
         if message.name not in self._ended:
             self.counters.unknown += 1
@@ -191,7 +191,7 @@ class Fetches(Generic[F]):
 
     def peer_down(self, address: str, reason: str) -> None:
         """The peer's pages are lost, and its step numbers start again."""
-        self._heard.pop(address, None)
+        self._last_seen.pop(address, None)
         for fetch in [each for each in self.running.values() if each.address == address]:
             self.lose(fetch, "PEER_LOST", reason, None)
 
@@ -232,7 +232,7 @@ class Fetches(Generic[F]):
             fetch.here = [max(cached, begin) for begin in fetch.begins]
         here, stop = fetch.here or fetch.begins, fetch.announced
         waiting = any(first < behind for first, behind in zip(here, stop, strict=True))
-        if waiting and (fetch.done or fetch.wanted):
+        if waiting and (fetch.done or fetch.pull_early):
             rows = max(behind for first, behind in zip(here, stop, strict=True) if first < behind)
             block_table = self._core.make_room(fetch, rows)
             if block_table is None:
@@ -344,7 +344,7 @@ class Fetches(Generic[F]):
 
     def note_alive(self, address: str, now: float) -> None:
         """The peer's step thread has sent something, perhaps only the answer to a heartbeat."""
-        self._heard[address] = now
+        self._last_seen[address] = now
 
     def shorten_beat(self, grace: float) -> None:
         """A peer's leases end `grace` seconds after a heartbeat: heartbeats must be much more frequent."""
@@ -356,7 +356,7 @@ class Fetches(Generic[F]):
                 text = f"pages did not arrive within {self.pulls.seconds:g} s"
                 self.lose(pull.fetch, "PULL_STUCK", text, now)
         for fetch in list(self.running.values()):
-            if now - max(fetch.heard, self._heard.get(fetch.address, 0.0)) > self._silence:
+            if now - max(fetch.last_seen, self._last_seen.get(fetch.address, 0.0)) > self._silence:
                 self.lose(fetch, "SILENT", f"nothing heard for {self._silence:g} s", now)
         if now >= self._next_beat:
             self._next_beat = now + self._beat

@@ -97,7 +97,7 @@ class Leases(Generic[L]):
         self._max_pages = max_pages
         self._recorder = recorder or Recorder(0)
         self._ended = RecentNames()
-        self._heard: dict[Hashable, float] = {}
+        self._last_seen: dict[Hashable, float] = {}
         """When every holder of a lease, and others that are connected, were last heard of."""
         self._held: Counter[Hashable] = Counter()
         """Pages of complete leases, by holder."""
@@ -106,18 +106,18 @@ class Leases(Generic[L]):
     # --- what holders say -------------------------------------------------------------------------------
 
     def connect(self, holder: Hashable, now: float) -> None:
-        self._heard[holder] = now
+        self._last_seen[holder] = now
 
     def disconnect(self, holder: Hashable) -> None:
         """The holder's stream has ended: drops everything that it held, without a message."""
-        self._heard.pop(holder, None)
+        self._last_seen.pop(holder, None)
         for lease in [each for each in self.running.values() if each.holder == holder]:
             self.counters.cancelled += 1
             self._end(lease, "cancelled")
 
     def heartbeat(self, holder: Hashable, now: float) -> None:
-        if holder in self._heard:
-            self._heard[holder] = now
+        if holder in self._last_seen:
+            self._last_seen[holder] = now
             self.outputs.append((holder, Alive()))
 
     def cancel(self, holder: Hashable, name: AttemptName) -> L | None:
@@ -148,7 +148,7 @@ class Leases(Generic[L]):
     def begin(self, lease: L, now: float) -> bool:
         """Whether it has begun. A name in use is refused: it belongs to another holder, because the shell
         lets no holder use a name twice."""
-        self._heard[lease.holder] = now
+        self._last_seen[lease.holder] = now
         if lease.name in self.running:
             self.counters.failed += 1
             lease.free()
@@ -227,7 +227,7 @@ class Leases(Generic[L]):
         for lease in list(self.running.values()):
             if lease.deadline <= now:
                 self.fail(lease, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
-            elif self._heard[lease.holder] + self._grace <= now:
+            elif self._last_seen[lease.holder] + self._grace <= now:
                 self.counters.leases_expired += 1
                 self._fail(lease, "ABORTED", "LEASE_EXPIRED", f"no heartbeat for {self._grace:g} s")
 

@@ -165,11 +165,11 @@ class DiskTier:
         always = [i for i, group in enumerate(self._cache.groups) if not group.spec.rows_may_lack]
         while rows < limit and all(names.name(rows, group) in self.files for group in always):
             rows += 1
-        while rows > begin and not all(each in self.files for each in self._wanted(names, begin, rows)):
+        while rows > begin and not all(each in self.files for each in self._names_needed(names, begin, rows)):
             rows -= 1
         return rows
 
-    def _wanted(self, names: PageNames, begin: int, rows: int) -> list[str]:
+    def _names_needed(self, names: PageNames, begin: int, rows: int) -> list[str]:
         """Names of the pages that groups may lack."""
         size = self._cache.page_size
         return [

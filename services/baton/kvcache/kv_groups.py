@@ -79,7 +79,7 @@ def divide_layers(
     size = min(range(first * common, most * common + 1, common), key=cost)
     groups: list[KvGroup] = []
     for spec in sorted(counts, key=_place):
-        layers = [layer for layer, own in enumerate(specs) if own == spec]
+        layers = [layer for layer, layer_spec in enumerate(specs) if layer_spec == spec]
         fit = size // room[spec]
         groups += [KvGroup(spec, tuple(layers[start : start + fit])) for start in range(0, len(layers), fit)]
     return tuple(groups), size

@@ -136,13 +136,13 @@ class StatePool:
 
     def __init__(self, layout: StateLayout, raw: torch.Tensor) -> None:
         """`raw`: uint8 [pages, page_bytes]."""
-        own = sum(map(math.prod, layout.shapes))
+        layer_numbers = sum(map(math.prod, layout.shapes))
         numbers = raw.view(torch.float32)
         self.layers: list[list[torch.Tensor]] = []
         """Tensors of each layer, float32 [pages, *shape]."""
         for layer in range(layout.num_layers):
             sizes = [math.prod(shape) for shape in layout.shapes]
-            parts = torch.split(numbers[:, layer * own : (layer + 1) * own], sizes, 1)
+            parts = torch.split(numbers[:, layer * layer_numbers : (layer + 1) * layer_numbers], sizes, 1)
             shaped = zip(parts, layout.shapes, strict=True)
             self.layers.append([part.view(-1, *shape) for part, shape in shaped])
 
@@ -194,7 +194,7 @@ class KvPool:
             total, layout.num_kv_heads, layout.num_layers, layout.parts, layout.page_size, layout.head_dim
         )
         first, count = self.heads
-        self._own = self.pages[:, first : first + count]
+        self._shard_pages = self.pages[:, first : first + count]
         self.vectors = self.pages.view(-1, layout.head_dim)
         """[num_pages * num_kv_heads * num_layers * 2 * page_size, head_dim], of two parts. The key of `page`,
         `head`, `layer`, `offset` is entry (((page * num_kv_heads + head) * num_layers + layer) * 2) *
@@ -206,7 +206,7 @@ class KvPool:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer: strided views [num_pages, page_size, heads, head_dim]. Of latents both
         are the same."""
-        view = self._own[:, :, index].transpose(1, 3)
+        view = self._shard_pages[:, :, index].transpose(1, 3)
         return view[:, :, 0], view[:, :, -1]
 
     def page_bytes(self, page: int) -> memoryview:
@@ -215,7 +215,7 @@ class KvPool:
 
     def copy_page(self, source: int, destination: int) -> None:
         """The own heads."""
-        self._own[destination].copy_(self._own[source])
+        self._shard_pages[destination].copy_(self._shard_pages[source])
 
 
 class PagePool:

@@ -72,11 +72,11 @@ class FreeRuns:
 
     def _fitting(self, count: int) -> int | None:
         """The start of a run of at least `count` pages, the youngest in the lowest class that has one."""
-        own = count.bit_length() - 1
-        for start in reversed(self._classes[own]):
+        size_class = count.bit_length() - 1
+        for start in reversed(self._classes[size_class]):
             if self._ends[start] - start >= count:
                 return start
-        for runs in self._classes[own + 1 :]:
+        for runs in self._classes[size_class + 1 :]:
             if runs:
                 return next(reversed(runs))
         return None

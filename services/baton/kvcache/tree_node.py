@@ -109,5 +109,5 @@ class TreeNode:
         for child_key, child in self.children.items():
             placed = child.parent is self and child.child_key == child_key and child.first == self.end
             require(placed, "a child hangs in the wrong place")
-            own = child_key[1] == child.key[:stride]
-            require(own, "a child hangs under other tokens than its own")
+            matches = child_key[1] == child.key[:stride]
+            require(matches, "a child hangs under other tokens than its own")

@@ -49,9 +49,9 @@ class WindowPages:
     def _missing(self, rows: Sequence[PageRow], length: int, position: int | None) -> int | None:
         """Index of the last row that lacks a page which is seen."""
         found: int | None = None
-        for place, group in self.groups:
+        for column, group in self.groups:
             for index in range(length - 1, group.spec.needs(length, position, self._page_size) - 1, -1):
-                if rows[index][place] == NO_PAGE:
+                if rows[index][column] == NO_PAGE:
                     found = max(index, found or 0)
                     break
         return found
@@ -59,8 +59,8 @@ class WindowPages:
     def unreferenced(self, rows: Sequence[PageRow], position: int | None) -> int:
         """Number of pages that `usable` wants of these rows, and that are there and nobody references."""
         return sum(
-            row[place] != NO_PAGE and row[place] not in self.references
-            for place, group in self.groups
+            row[column] != NO_PAGE and row[column] not in self.references
+            for column, group in self.groups
             for row in rows[group.spec.needs(len(rows), position, self._page_size) :]
         )
 
@@ -91,9 +91,9 @@ class WindowPages:
 
     def removed(self, row: PageRow) -> None:
         """The tree holds the row no more."""
-        for place, _ in self.groups:
-            if row[place] != NO_PAGE:
-                del self._home[row[place]]
+        for column, _ in self.groups:
+            if row[column] != NO_PAGE:
+                del self._home[row[column]]
 
     def forget(self, node: TreeNode) -> None:
         self._inner.discard(node)
@@ -103,10 +103,10 @@ class WindowPages:
         """Takes those pages of `rows`, which hold the same as the node's, that the node lacks."""
         taken: list[int] = []
         for index, row in enumerate(rows):
-            own = node.rows[index]
-            if NO_PAGE in own and own != row:
-                filled = tuple(new if old == NO_PAGE else old for old, new in zip(own, row, strict=True))
-                taken += [new for old, new in zip(own, filled, strict=True) if new != old]
+            cached = node.rows[index]
+            if NO_PAGE in cached and cached != row:
+                filled = tuple(new if old == NO_PAGE else old for old, new in zip(cached, row, strict=True))
+                taken += [new for old, new in zip(cached, filled, strict=True) if new != old]
                 node.rows[index] = filled
         if taken:
             self.moved(node)
@@ -131,19 +131,19 @@ class WindowPages:
 
     def _evict(self, node: TreeNode, inner: bool) -> list[int]:
         evicted: list[int] = []
-        for place, group in self.groups:
+        for column, group in self.groups:
             behind = group.spec.keeps(node.end * self._page_size, self._page_size) if inner else node.end
             for index in range(min(behind - node.first, len(node.rows))):
                 row = node.rows[index]
-                page = row[place]
+                page = row[column]
                 if page != NO_PAGE and page not in self.references:
-                    node.rows[index] = (*row[:place], NO_PAGE, *row[place + 1 :])
+                    node.rows[index] = (*row[:column], NO_PAGE, *row[column + 1 :])
                     del self._home[page]
                     evicted.append(page)
         return evicted
 
     def _pages(self, node: TreeNode) -> list[int]:
-        return [row[place] for place, _ in self.groups for row in node.rows if row[place] != NO_PAGE]
+        return [row[column] for column, _ in self.groups for row in node.rows if row[column] != NO_PAGE]
 
     def check(self, nodes: Iterable[TreeNode]) -> None:
         """Raises AccountingError."""

@@ -138,9 +138,9 @@ class Attention(WritingAttention):
         `norm_weights` false: the norms of heads have none; `inputs`: values of a token that are projected,
         0: `hidden`."""
         shard = parameters.shard
-        own, own_kv = shard.split(heads, "attention heads"), shard.kv_heads(kv_heads)
+        head_range, own_kv = shard.split(heads, "attention heads"), shard.kv_heads(kv_heads)
         self.index, self.rope, self.head_dim = index, rope, head_dim
-        self.heads, self.kv_heads = own[1], own_kv[1]
+        self.heads, self.kv_heads = head_range[1], own_kv[1]
         """Heads of this rank."""
         self.options = options
         self.cache = attention_cache(options.window, kv_heads, head_dim, chunk=options.chunk)
@@ -148,14 +148,14 @@ class Attention(WritingAttention):
         parts = {merged: q + 2 * kv} if merged else {"q_proj": q, "k_proj": kv}
         if values and not merged:
             parts["v_proj"] = kv
-        queries, keys = times(own, head_dim), times(own_kv, head_dim)
+        queries, keys = times(head_range, head_dim), times(own_kv, head_dim)
         rows = {name: [queries if name == "q_proj" else keys] for name in parts}
         convert = None
         if interleaved:
             convert = dict.fromkeys(("q_proj", "k_proj"), half_split(head_dim, 0))
         self.gated = gated
         if gated:
-            parts["q_proj"], rows["q_proj"] = 2 * q, [times(own, 2 * head_dim)]
+            parts["q_proj"], rows["q_proj"] = 2 * q, [times(head_range, 2 * head_dim)]
             convert = {"q_proj": partial(_gates_first, head_dim)}
         if merged:
             rows = {merged: [queries, times(own_kv, head_dim, q), times(own_kv, head_dim, q + kv)]}
@@ -198,11 +198,11 @@ class Attention(WritingAttention):
         """One kernel. -> queries [tokens, heads, head_dim]"""
         from baton.layers.kernels.rope_kv_write import write_qkv
 
-        positions, slots, damage, cache = batch.where(self.index)
-        where = positions, slots, damage, cache.tables, cache.pages
+        positions, slots, nan_flags, cache = batch.where(self.index)
+        where = positions, slots, nan_flags, cache.tables, cache.pages
         (table, turns), scales = batch.kernel_rotation(self.rope), self.options.kv_scales
-        own = self.heads, self.norm_eps, scales
-        write_qkv(projected, self.qk_norm, table, *where, *own, turns=turns)
+        norm_options = self.heads, self.norm_eps, scales
+        write_qkv(projected, self.qk_norm, table, *where, *norm_options, turns=turns)
         return projected.view(len(projected), -1, self.head_dim)[:, : self.heads]
 
     def attend(self, batch: Batch, q: torch.Tensor) -> torch.Tensor:

@@ -151,10 +151,10 @@ class Batch:
     """Where each layer's own kernels write into the pool; empty: `attention` writes."""
     slots: torch.Tensor | None = None
     """int32 [tokens]: their batch slots; with `caches`."""
-    damage: torch.Tensor | None = None
+    nan_flags: torch.Tensor | None = None
     """float32 [slots]: becomes NaN where values that are written are no numbers, or infinite; latents are not
     looked at. With `caches`."""
-    wanted: torch.Tensor | None = None
+    logits_indices: torch.Tensor | None = None
     """int [n]: the tokens whose final hidden states are wanted; None: all."""
     few: bool = False
     """Rows of one token, or with a few drafts."""
@@ -189,13 +189,13 @@ class Batch:
 
     def chosen(self, states: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> those of the tokens that are wanted."""
-        return states if self.wanted is None else states.index_select(0, self.wanted)
+        return states if self.logits_indices is None else states.index_select(0, self.logits_indices)
 
     def where(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, LayerCache]:
         """For a layer's own kernels: positions, slots, damage, and the layer's cache."""
         cache = self.caches[layer]
-        assert self.slots is not None and self.damage is not None and isinstance(cache, LayerCache)
-        return self.positions, self.slots, self.damage, cache
+        assert self.slots is not None and self.nan_flags is not None and isinstance(cache, LayerCache)
+        return self.positions, self.slots, self.nan_flags, cache
 
     def state(self, layer: int) -> tuple[Sequence[torch.Tensor], StatePlaces]:
         """For a recurrent layer's own kernels: the tensors of its states, and where they are."""

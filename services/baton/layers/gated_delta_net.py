@@ -66,19 +66,24 @@ class GatedDeltaNet(RecurrentModule):
         heads, per_key = shape.value_heads, shape.value_heads // shape.key_heads
         shard = parameters.shard
         own_keys = shard.split(shape.key_heads, "key heads of linear attention")
-        own = times(own_keys, per_key)
-        self.shape = replace(shape, key_heads=own_keys[1], value_heads=own[1])
+        values_here = times(own_keys, per_key)
+        self.shape = replace(shape, key_heads=own_keys[1], value_heads=values_here[1])
         """Shape of this rank's part."""
-        keys, values = times(own_keys, shape.key_dim), times(own, shape.value_dim)
+        keys, values = times(own_keys, shape.key_dim), times(values_here, shape.value_dim)
         mixed = (
             keys,
             times(own_keys, shape.key_dim, shape.keys),
-            times(own, shape.value_dim, 2 * shape.keys),
+            times(values_here, shape.value_dim, 2 * shape.keys),
         )
         self.cache = State(((heads, shape.key_dim, shape.value_dim), (shape.window - 1, shape.mixed)))
         large = {"in_proj_qkv": shape.mixed, "in_proj_z": shape.values}
         small = {"in_proj_b": heads, "in_proj_a": heads}
-        rows = {"in_proj_qkv": mixed, "in_proj_z": (values,), "in_proj_b": (own,), "in_proj_a": (own,)}
+        rows = {
+            "in_proj_qkv": mixed,
+            "in_proj_z": (values,),
+            "in_proj_b": (values_here,),
+            "in_proj_a": (values_here,),
+        }
         convert_large = convert_small = None
         if by_key_head:
             sizes = [shape.key_dim, shape.key_dim, *[per_key * shape.value_dim] * 2]
@@ -95,13 +100,18 @@ class GatedDeltaNet(RecurrentModule):
         self.convolution = ShortConvolution(
             parameters, "conv1d", shape.window, shape.mixed, cut=shard.cut(0, *mixed)
         )
-        self.cuts = shard.cut(0, own), shard.cut(1, *mixed)
-        self.decay = parameters.empty(own[1], dtype=torch.float32)
-        self.decay_bias = parameters.empty(own[1], dtype=torch.float32)
+        self.cuts = shard.cut(0, values_here), shard.cut(1, *mixed)
+        self.decay = parameters.empty(values_here[1], dtype=torch.float32)
+        self.decay_bias = parameters.empty(values_here[1], dtype=torch.float32)
         for name, target in (("A_log", self.decay), ("dt_bias", self.decay_bias)):
             exp = (lambda log: log.float().exp()) if name == "A_log" else None
             parameters.add(
-                name, target, shape=torch.Size([heads]), fill="ones", convert=exp, cut=shard.cut(0, own)
+                name,
+                target,
+                shape=torch.Size([heads]),
+                fill="ones",
+                convert=exp,
+                cut=shard.cut(0, values_here),
             )
         self.norm = parameters.tensor("norm.weight", shape.value_dim, fill="ones")
         self.output = parameters.linear({"out_proj": hidden}, shape.values, columns=values)
@@ -204,9 +214,9 @@ def delta_chunks(
     beta, passed = beta.reshape(*split, 1), decay.reshape(split).cumsum(-1)
     between = (passed.unsqueeze(-1) - passed.unsqueeze(-2)).tril().exp().tril()
     system = (k * beta) @ k.transpose(-1, -2) * between
-    wanted = torch.cat((v, k * passed.exp().unsqueeze(-1)), -1) * beta
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    own, of_state = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
+    right_side = torch.cat((v, k * passed.exp().unsqueeze(-1)), -1) * beta
+    solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
+    values, of_state = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     seen = q @ k.transpose(-1, -2) * between
     q = q * passed.exp().unsqueeze(-1)
     last = passed[..., -1:]
@@ -214,7 +224,7 @@ def delta_chunks(
     kept = last.exp().unsqueeze(-1)
     outs = []
     for i in range(chunks):
-        change = own[:, :, i] - of_state[:, :, i] @ state
+        change = values[:, :, i] - of_state[:, :, i] @ state
         outs.append(q[:, :, i] @ state + seen[:, :, i] @ change)
         state = state * kept[:, :, i] + k[:, :, i] @ change
     return torch.cat(outs, 2)[:, :, :count], state

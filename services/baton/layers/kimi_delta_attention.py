@@ -119,8 +119,8 @@ def channel_delta_chunks(
         )
         system = torch.einsum("rhid,rhjd,rhijd->rhij", k_ * b_, k_, between)
         since = passed.exp()
-        wanted = (v_ - (k_ * since) @ state) * b_
-        change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        right_side = (v_ - (k_ * since) @ state) * b_
+        change = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
         seen = torch.einsum("rhid,rhjd,rhijd->rhij", q_, k_, between)
         outs.append((q_ * since) @ state + seen @ change)
         last = passed[:, :, -1:]

@@ -117,13 +117,13 @@ def _times(layouts: Sequence[Product], x: torch.Tensor) -> list[float]:
     times: list[list[float]] = [[] for _ in layouts]
     ending = time.thread_time() + BUDGET_SECONDS
     for repeat in range(REPEATS):
-        for layout, own in zip(layouts, times, strict=True):
+        for layout, layout_times in zip(layouts, times, strict=True):
             started = time.thread_time()
             layout.apply(x, None)
-            own.append(time.thread_time() - started)
+            layout_times.append(time.thread_time() - started)
         if repeat and time.thread_time() > ending:
             break
-    return [min(own) for own in times]
+    return [min(layout_times) for layout_times in times]
 
 
 def blocked_available(dtype: torch.dtype) -> bool:

@@ -102,8 +102,8 @@ class MlaAttention(WritingAttention):
         interleaved: bool = True,
     ) -> None:
         """`interleaved`: the checkpoint's rotation pairs neighbours."""
-        own = parameters.shard.split(shape.heads, "attention heads")
-        self.shape = replace(shape, heads=own[1])
+        head_range = parameters.shard.split(shape.heads, "attention heads")
+        self.shape = replace(shape, heads=head_range[1])
         """Shape with the heads of this rank."""
         self.index, self.rope = index, rope
         self.cache = Latent(head_dim=shape.rank + shape.rotated)
@@ -112,7 +112,7 @@ class MlaAttention(WritingAttention):
         if interleaved:
             convert = dict.fromkeys(("q_proj", "q_b_proj"), half_split(size, shape.plain))
             convert["kv_a_proj_with_mqa"] = half_split(latent, shape.rank)
-        rows = {name: [times(own, size)] for name in ("q_proj", "q_b_proj")}
+        rows = {name: [times(head_range, size)] for name in ("q_proj", "q_b_proj")}
         self.query_norm: RmsNorm | None = None
         if shape.query_rank is None:
             down = {"q_proj": shape.heads * size, **down}
@@ -121,11 +121,11 @@ class MlaAttention(WritingAttention):
             self.query_norm = RmsNorm(parameters, "q_a_layernorm", shape.query_rank, _NORM_EPS)
             up = {"q_b_proj": shape.heads * size}
             self.query_up = parameters.linear(up, shape.query_rank, convert=convert, rows=rows)
-        self._queries = shape.query_rank or own[1] * size
+        self._queries = shape.query_rank or head_range[1] * size
         self.input = parameters.linear(down, hidden, bias, convert, rows=rows)
         self.latent_norm = RmsNorm(parameters, "kv_a_layernorm", shape.rank, _NORM_EPS)
         up_size = shape.plain + shape.value
-        cut = parameters.shard.cut(0, times(own, up_size))
+        cut = parameters.shard.cut(0, times(head_range, up_size))
         whole = parameters.tensor("kv_b_proj.weight", shape.heads * up_size, shape.rank, cut=cut)
         up_projection = whole.view(self.shape.heads, -1, shape.rank)
         self.options = AttentionOptions(
@@ -133,7 +133,7 @@ class MlaAttention(WritingAttention):
             latent=MlaProjections(up_projection[:, : shape.plain], up_projection[:, shape.plain :]),
         )
         self.output = parameters.linear(
-            {"o_proj": hidden}, shape.heads * shape.value, bias, columns=times(own, shape.value)
+            {"o_proj": hidden}, shape.heads * shape.value, bias, columns=times(head_range, shape.value)
         )
 
     def split(self, projected: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

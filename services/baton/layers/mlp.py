@@ -34,9 +34,9 @@ class Mlp:
     ) -> None:
         """`reduce`: see GatedMlp. Raises KeyError for an activation that is not in ACTIVATIONS."""
         self._activation = ACTIVATIONS[activation]
-        own = parameters.shard.split(inner, "inner values of a feed-forward layer")
-        self.up = parameters.linear({"up_proj": inner}, hidden, bias, rows={"up_proj": [own]})
-        self.down = parameters.linear({"down_proj": hidden}, inner, bias, columns=own, reduce=reduce)
+        shard_range = parameters.shard.split(inner, "inner values of a feed-forward layer")
+        self.up = parameters.linear({"up_proj": inner}, hidden, bias, rows={"up_proj": [shard_range]})
+        self.down = parameters.linear({"down_proj": hidden}, inner, bias, columns=shard_range, reduce=reduce)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
@@ -67,14 +67,14 @@ class GatedMlp:
         parts = {merged: 2 * inner} if merged else {"gate_proj": inner, "up_proj": inner}
         self.activation = activation
         self._activation = ACTIVATIONS[activation]
-        own = parameters.shard.split(inner, "inner values of a feed-forward layer")
-        self.inner = own[1]
+        shard_range = parameters.shard.split(inner, "inner values of a feed-forward layer")
+        self.inner = shard_range[1]
         """Inner values of this rank."""
-        rows = {name: [own] for name in parts}
+        rows = {name: [shard_range] for name in parts}
         if merged:
-            rows = {merged: [own, times(own, 1, inner)]}
+            rows = {merged: [shard_range, times(shard_range, 1, inner)]}
         self.gate_up = parameters.linear(parts, hidden, bias, rows=rows)
-        self.down = parameters.linear({"down_proj": hidden}, inner, bias, columns=own, reduce=reduce)
+        self.down = parameters.linear({"down_proj": hidden}, inner, bias, columns=shard_range, reduce=reduce)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""

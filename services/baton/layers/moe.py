@@ -79,8 +79,8 @@ class Experts:
                     parameters.leave(f"{expert}.{name}.weight")
                     parameters.leave(f"{expert}.{name}.bias")
             parameters = replace(parameters, shard=ONE_RANK)  # of each expert it has all
-        own = parameters.shard.split(inner, "inner values of an expert")
-        self.count, self.inner = count, own[1]
+        span = parameters.shard.split(inner, "inner values of an expert")
+        self.count, self.inner = count, span[1]
         """Inner values of each expert on this rank."""
         self.communicator = parameters.communicator
         """With several ranks what comes out is this rank's part of a sum."""
@@ -93,16 +93,16 @@ class Experts:
         """On a GPU: gate_up and down of all experts, one below the other."""
         method = None
         if projections is not None and not bias:
-            method = _method(parameters, hidden, inner, own[1], projections)
+            method = _method(parameters, hidden, inner, span[1], projections)
         if projections is not None and method is not None:
             if parameters.plan.on_gpu:
                 device = parameters.device
                 self.merged = (
-                    QuantizedWeight(method, count * inputs * own[1], hidden, device, stacked=True),
-                    QuantizedWeight(method, count * hidden, own[1], device, stacked=True),
+                    QuantizedWeight(method, count * inputs * span[1], hidden, device, stacked=True),
+                    QuantizedWeight(method, count * hidden, span[1], device, stacked=True),
                 )
             self.quantized = [
-                self._expert(parameters, expert, hidden, projections, inner, own) for expert in range(count)
+                self._expert(parameters, expert, hidden, projections, inner, span) for expert in range(count)
             ]
             count = 0
         self.gate_up = parameters.empty(count, inputs * self.inner, hidden)
@@ -111,10 +111,10 @@ class Experts:
         self.gate_up_bias = parameters.empty(count, inputs * self.inner) if bias else None
         self.down_bias = parameters.empty(count, hidden) if bias else None
         if projections is None:
-            self._declare_merged(parameters, inner, own)
+            self._declare_merged(parameters, inner, span)
         else:
             for expert in range(count):
-                self._declare(parameters, expert, projections, inner, own)
+                self._declare(parameters, expert, projections, inner, span)
         if self.down_bias is not None and parameters.shard.rank:
             self.down_bias = None  # rank 0 adds it
 
@@ -125,18 +125,18 @@ class Experts:
         hidden: int,
         projections: ExpertTensorNames,
         inner: int,
-        own: IndexRange,
+        span: IndexRange,
     ) -> tuple[Linear, Linear]:
-        """One that stays quantized. `inner`: of all ranks; `own`: the part of this one."""
+        """One that stays quantized. `inner`: of all ranks; `span`: the part of this one."""
         parameters, (*ups, down) = parameters.under(str(self.first + expert)), projections
         into: tuple[QuantizedWeight | None, QuantizedWeight | None] = None, None
         if self.merged is not None:
             first, second = self.merged
-            height = len(ups) * own[1]
+            height = len(ups) * span[1]
             into = first.rows(expert * height, height), second.rows(expert * hidden, hidden)
-        rows, parts = {name: [own] for name in ups}, dict.fromkeys(ups, inner)
+        rows, parts = {name: [span] for name in ups}, dict.fromkeys(ups, inner)
         gate_up = parameters.linear(parts, hidden, rows=rows, memory=into[0])
-        out = parameters.linear({down: hidden}, inner, columns=own, reduce=False, memory=into[1])
+        out = parameters.linear({down: hidden}, inner, columns=span, reduce=False, memory=into[1])
         return gate_up, out
 
     @property
@@ -152,12 +152,17 @@ class Experts:
         return ExpertMatrix(self.gate_up), ExpertMatrix(self.down)
 
     def _declare(
-        self, parameters: Parameters, expert: int, projections: ExpertTensorNames, inner: int, own: IndexRange
+        self,
+        parameters: Parameters,
+        expert: int,
+        projections: ExpertTensorNames,
+        inner: int,
+        span: IndexRange,
     ) -> None:
-        """`inner`: of all ranks; `own`: the part of this one."""
+        """`inner`: of all ranks; `span`: the part of this one."""
         parameters, (*ups, down) = parameters.under(str(self.first + expert)), projections
-        hidden, rows = self.down.shape[1], parameters.shard.cut(0, own)
-        inners, columns = torch.Size([inner, hidden]), parameters.shard.cut(1, own)
+        hidden, rows = self.down.shape[1], parameters.shard.cut(0, span)
+        inners, columns = torch.Size([inner, hidden]), parameters.shard.cut(1, span)
         parts = torch.split(self.gate_up[expert], self.inner)
         for name, target, shape, cut in (
             *((name, part, inners, rows) for name, part in zip(ups, parts, strict=True)),
@@ -170,10 +175,10 @@ class Experts:
                 parameters.add(f"{name}.bias", bias, shape=inners[:1], fill="zeros", cut=rows)
             parameters.add(f"{down}.bias", self.down_bias[expert], fill="zeros")
 
-    def _declare_merged(self, parameters: Parameters, inner: int, own: IndexRange) -> None:
+    def _declare_merged(self, parameters: Parameters, inner: int, span: IndexRange) -> None:
         """Gate and up of an inner value are neighbours."""
         count, hidden, _ = self.down.shape
-        pairs, experts = times(own, 2), None
+        pairs, experts = times(span, 2), None
         if count < self.total:
             count, experts = self.total, TensorSlice(0, ((self.first, count),))
         parameters.add(
@@ -188,7 +193,7 @@ class Experts:
             self.down,
             shape=torch.Size([count, inner, hidden]),
             convert=lambda tensor: tensor.transpose(1, 2).contiguous(),
-            cut=experts or parameters.shard.cut(1, own),
+            cut=experts or parameters.shard.cut(1, span),
         )
         if self.gate_up_bias is not None and self.down_bias is not None:
             parameters.add(
@@ -213,8 +218,8 @@ class Experts:
         for expert, size in enumerate(sizes[self.first : self.first + self.count]):
             if size:
                 rows = tokens[start : start + size]
-                own = weights.view(-1, 1)[order[start : start + size]]
-                total.index_add_(0, rows, self._weighted(expert, x[rows], own))
+                row_weights = weights.view(-1, 1)[order[start : start + size]]
+                total.index_add_(0, rows, self._weighted(expert, x[rows], row_weights))
                 start += size
         return total
 
@@ -254,10 +259,10 @@ class Experts:
 
 
 def _method(
-    parameters: Parameters, hidden: int, inner: int, own: int, projections: ExpertTensorNames
+    parameters: Parameters, hidden: int, inner: int, inner_here: int, projections: ExpertTensorNames
 ) -> WeightMethod | None:
     """How expert 0 stays quantized, and so all; None: they do not. GPUs have no kernels for parts of blocks.
-    `own`: of `inner`, on this rank."""
+    `inner_here`: of `inner`, on this rank."""
     *ups, down = (f"{parameters.prefix}0.{name}.weight" for name in projections)
     method = parameters.plan.method_of(ups, hidden)
     if method is None or parameters.plan.method_of([down], inner) is None:
@@ -265,7 +270,7 @@ def _method(
     plan = parameters.plan
     if plan.on_gpu and (hidden % method.rows or inner % method.rows):
         return None
-    if own % method.rows or (not plan.online and not method.fits(own)):
+    if inner_here % method.rows or (not plan.online and not method.fits(inner_here)):
         parameters.check_whole_blocks(down)
     return method
 

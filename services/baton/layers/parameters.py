@@ -97,12 +97,12 @@ class Parameters:
         cut: TensorSlice | None = None,
     ) -> None:
         """`shape`: in the checkpoint, where it is not the target's. Raises CheckpointError if it is empty."""
-        own = shape or torch.Size(target.shape)
-        if not own.numel():
+        declared = shape or torch.Size(target.shape)
+        if not declared.numel():
             raise CheckpointError(
-                f"by config.json the tensor {self._full(name)} is empty: its shape is {list(own)}"
+                f"by config.json the tensor {self._full(name)} is empty: its shape is {list(declared)}"
             )
-        self.table[self._full(name)] = Parameter(target, own, fill, convert, cut)
+        self.table[self._full(name)] = Parameter(target, declared, fill, convert, cut)
 
     def tensor(
         self, name: str, *shape: int, fill: Fill = "normal", cut: TensorSlice | None = None
@@ -168,12 +168,12 @@ class Parameters:
         convert = convert or {}
         first = 0
         for (name, shape), size in zip(shapes.items(), sizes, strict=True):
-            own = convert.get(name)
+            conversion = convert.get(name)
             if isinstance(weight, QuantizedWeight):
                 part: torch.Tensor | QuantizedWeight = weight.rows(first, size)
             else:
-                part, own = weight[first : first + size], plan.rounding(own)
-            self.add(f"{name}.weight", part, shape=shape, convert=own, cut=cuts.get(name))
+                part, conversion = weight[first : first + size], plan.rounding(conversion)
+            self.add(f"{name}.weight", part, shape=shape, convert=conversion, cut=cuts.get(name))
             first += size
         summed = columns is not None and not single
         biases = self._biases(shapes, sizes, convert, {} if summed else cuts) if bias else None
@@ -193,14 +193,14 @@ class Parameters:
                 "weights in 16 bits with --quantization none"
             )
 
-    def _check_columns(self, whole: int, own: int, name: str) -> None:
+    def _check_columns(self, whole: int, columns: int, name: str) -> None:
         """Raises CheckpointError for a matrix that is quantized while loading, but not if it is divided:
         workers of other sizes, with which pages are shared, would have other weights."""
         method = self.plan.method
-        if method is not None and self.plan.online and method.fits(whole) and not method.fits(own):
+        if method is not None and self.plan.online and method.fits(whole) and not method.fits(columns):
             raise CheckpointError(
-                f"{self._full(name)}: {own} columns a rank cannot be quantized to {method.name}; lower --tp "
-                "or leave out --quantization"
+                f"{self._full(name)}: {columns} columns a rank cannot be quantized to {method.name}; lower "
+                "--tp or leave out --quantization"
             )
 
     def _biases(
@@ -212,8 +212,8 @@ class Parameters:
     ) -> torch.Tensor:
         biases = self.empty(sum(sizes))
         for (name, shape), view in zip(shapes.items(), torch.split(biases, list(sizes)), strict=True):
-            own, cut = convert.get(name), cuts.get(name)
-            self.add(f"{name}.bias", view, shape=shape[:1], fill="zeros", convert=own, cut=cut)
+            conversion, cut = convert.get(name), cuts.get(name)
+            self.add(f"{name}.bias", view, shape=shape[:1], fill="zeros", convert=conversion, cut=cut)
         return biases
 
     @property

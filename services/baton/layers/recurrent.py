@@ -119,5 +119,5 @@ def _read(owned: _Parts, pages: torch.Tensor) -> torch.Tensor:
 def _put(owned: _Parts, pages: torch.Tensor, states: torch.Tensor) -> None:
     axis, parts = owned
     sizes = [part.shape[axis] for part in parts]
-    for part, own in zip(parts, torch.split(states, sizes, axis) if axis else [states], strict=True):
-        part.index_copy_(0, pages, own)
+    for part, new_states in zip(parts, torch.split(states, sizes, axis) if axis else [states], strict=True):
+        part.index_copy_(0, pages, new_states)

@@ -115,8 +115,8 @@ class Shard:
             raise CheckpointError(
                 f"{count} {what} cannot be divided among {self.size} ranks; use --tp with a divisor of them"
             )
-        own = count // self.size
-        return own * self.rank, own
+        per_rank = count // self.size
+        return per_rank * self.rank, per_rank
 
     def kv_heads(self, count: int) -> IndexRange:
         """Splits KV heads; ranks that outnumber the heads hold one each, so that neighbours hold the same."""
@@ -127,8 +127,8 @@ class Shard:
     def host_kv_heads(self, count: int) -> IndexRange:
         """KV heads of all ranks of this rank's host."""
         first, _ = replace(self, rank=self.host * self.per_host).kv_heads(count)
-        last, own = replace(self, rank=(self.host + 1) * self.per_host - 1).kv_heads(count)
-        return first, last + own - first
+        last, per_rank = replace(self, rank=(self.host + 1) * self.per_host - 1).kv_heads(count)
+        return first, last + per_rank - first
 
     def keeps(self, kv_heads: int) -> bool:
         """Whether no rank before this one on its host holds the same KV heads."""

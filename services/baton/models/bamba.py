@@ -19,18 +19,18 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     rope = make_rope(config, partial=True)
     layers = []
     for index, kind in enumerate(hf.layers_block_type):
-        own = parameters.under(f"model.layers.{index}")
+        layer = parameters.under(f"model.layers.{index}")
         mixer: AttentionModule | RecurrentModule
         if kind == "linear_attention":
-            mixer = mamba(config, own.under("mamba"), index)
+            mixer = mamba(config, layer.under("mamba"), index)
         else:
-            mixer = llama_attention(config, own.under("self_attn"), index, rope)
+            mixer = llama_attention(config, layer.under("self_attn"), index, rope)
         layers.append(
             DecoderLayer(
-                RmsNorm(own, "input_layernorm", hidden, eps),
+                RmsNorm(layer, "input_layernorm", hidden, eps),
                 mixer,
-                RmsNorm(own, "pre_ff_layernorm", hidden, eps),
-                GatedMlp(own.under("feed_forward"), hidden, hf.intermediate_size, bias=hf.mlp_bias),
+                RmsNorm(layer, "pre_ff_layernorm", hidden, eps),
+                GatedMlp(layer.under("feed_forward"), hidden, hf.intermediate_size, bias=hf.mlp_bias),
             )
         )
     return Decoder(config, parameters.named({"model.norm": "model.final_layernorm"}), layers)

@@ -181,8 +181,8 @@ class Decoder:
         size, hidden = config.vocab_size, config.hidden_size
         self.shard, self.communicator = parameters.shard, parameters.communicator
         self.heads = config.num_heads // self.shard.size
-        self._own_tokens = own = self.shard.vocabulary(size)
-        rows, cut = self.shard.vocabulary_rows(size), self.shard.cut(0, own)
+        self._own_tokens = vocabulary_range = self.shard.vocabulary(size)
+        rows, cut = self.shard.vocabulary_rows(size), self.shard.cut(0, vocabulary_range)
         name, shape = "model.embed_tokens.weight", torch.Size([size, hidden])
         kept = None
         if config.tied and parameters.plan.stored is not None and not parameters.plan.on_gpu:
@@ -190,12 +190,12 @@ class Decoder:
         self.embedding: torch.Tensor | QuantizedWeight
         if kept is not None:
             self.embedding = QuantizedWeight(kept, rows, hidden, self.device)
-            self.embedding.clear(own[1])
-            parameters.add(name, self.embedding.rows(0, own[1]), shape=shape, cut=cut)
+            self.embedding.clear(vocabulary_range[1])
+            parameters.add(name, self.embedding.rows(0, vocabulary_range[1]), shape=shape, cut=cut)
         else:
             self.embedding = parameters.empty(rows, hidden)
-            self.embedding[own[1] :].zero_()
-            parameters.add(name, self.embedding[: own[1]], shape=shape, cut=cut)
+            self.embedding[vocabulary_range[1] :].zero_()
+            parameters.add(name, self.embedding[: vocabulary_range[1]], shape=shape, cut=cut)
         self.norm = RmsNorm(parameters, "model.norm", hidden, config.rms_norm_eps, norm_plus_one)
         if config.tied:
             method = parameters.plan.method_of([], hidden) if parameters.plan.head else None
@@ -206,7 +206,7 @@ class Decoder:
             parameters.ignore("lm_head.weight")
         else:
             self.head = parameters.linear(
-                {"lm_head": size}, hidden, quantize=parameters.plan.head, rows={"lm_head": [own]}
+                {"lm_head": size}, hidden, quantize=parameters.plan.head, rows={"lm_head": [vocabulary_range]}
             )
 
     @property
@@ -239,14 +239,16 @@ class Decoder:
         return {layer.attention.rope for layer in self.layers if layer.attention.rope is not None}
 
     def set_kv_scales(self, scales: torch.Tensor) -> None:
-        for layer, own in zip(self._writing, scales, strict=True):
-            layer.attention.options = replace(layer.attention.options, kv_scales=own)
+        for layer, layer_scales in zip(self._writing, scales, strict=True):
+            layer.attention.options = replace(layer.attention.options, kv_scales=layer_scales)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the memory that is allocated for weights."""
-        own = self.head.quantized if self.config.tied else None
-        return self.parameters.nbytes + (own.nbytes if own is not None and own is not self.embedding else 0)
+        quantized = self.head.quantized if self.config.tied else None
+        return self.parameters.nbytes + (
+            quantized.nbytes if quantized is not None and quantized is not self.embedding else 0
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -297,9 +299,9 @@ class Decoder:
         if self.communicator is None:
             return self._rows(tokens)
         first, count = self._own_tokens
-        own = tokens - first
-        others = (own < 0) | (own >= count)
-        hidden = self._rows(own.masked_fill(others, 0))
+        local = tokens - first
+        others = (local < 0) | (local >= count)
+        hidden = self._rows(local.masked_fill(others, 0))
         return self.communicator.all_reduce(hidden.masked_fill_(others[:, None], 0))
 
     def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -350,10 +352,10 @@ def prepare_linears(parameters: Parameters) -> None:
     for linear in parameters.linears:
         weight, quantized = linear.weight, linear.quantized
         if quantized is not None:
-            own = quantized.bits, quantized.group, quantized.shape
-            if own not in products:
-                products[own] = fastest_product(quantized, dtype, measure=not several)
-            linear.pack_quantized(products[own], dtype)
+            key = quantized.bits, quantized.group, quantized.shape
+            if key not in products:
+                products[key] = fastest_product(quantized, dtype, measure=not several)
+            linear.pack_quantized(products[key], dtype)
             continue
         assert weight is not None
         kind = weight.shape, weight.dtype

@@ -88,12 +88,12 @@ def mixture(
     config: ModelConfig, parameters: Parameters, index: int, routing: Routing, *, correction: bool = False
 ) -> FeedForward:
     """Experts beside shared ones, but in the first layers."""
-    hf, hidden, own = config.hf, config.hidden_size, parameters.under("mlp")
+    hf, hidden, mlp = config.hf, config.hidden_size, parameters.under("mlp")
     if index < hf.first_k_dense_replace:
         return llama.feed_forward(config, parameters, index)
     count, inner = hf.n_routed_experts, hf.moe_intermediate_size
     return Mixture(
-        MoeGate(own, "gate", hidden, count, routing, correction=correction, float32=True),
-        Experts(own.under("experts"), count, hidden, inner),
-        GatedMlp(own.under("shared_experts"), hidden, inner * hf.n_shared_experts, reduce=False),
+        MoeGate(mlp, "gate", hidden, count, routing, correction=correction, float32=True),
+        Experts(mlp.under("experts"), count, hidden, inner),
+        GatedMlp(mlp.under("shared_experts"), hidden, inner * hf.n_shared_experts, reduce=False),
     )

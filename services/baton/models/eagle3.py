@@ -42,14 +42,14 @@ def is_eagle3(raw: dict[str, Any]) -> bool:
 class Eagle3Layer:
     """The first layer: attends with what the embeddings and the hidden states, normalized, are together."""
 
-    def __init__(self, config: ModelConfig, own: Parameters, attention: Attention, before: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: Parameters, attention: Attention, before: bool) -> None:
         """`before`: the hidden states are normalized before they are kept as the residual."""
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RmsNorm(own, "input_layernorm", hidden, eps)
-        self.hidden_norm = RmsNorm(own, "hidden_norm", hidden, eps)
+        self.input_norm = RmsNorm(layer, "input_layernorm", hidden, eps)
+        self.hidden_norm = RmsNorm(layer, "hidden_norm", hidden, eps)
         self.attention = attention
-        self.post_norm = RmsNorm(own, "post_attention_layernorm", hidden, eps)
-        self.feed_forward: GatedMlp = feed_forward(config, own, 0)
+        self.post_norm = RmsNorm(layer, "post_attention_layernorm", hidden, eps)
+        self.feed_forward: GatedMlp = feed_forward(config, layer, 0)
         self._before = before
 
     def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -118,15 +118,15 @@ class Eagle3Head:
         )
         self.others = []
         for index in range(1, config.num_layers):
-            own = parameters.under(f"model.layers.{index}")
+            layer = parameters.under(f"model.layers.{index}")
             self.others.append(
                 DecoderLayer(
-                    RmsNorm(own, "input_layernorm", size, eps),
+                    RmsNorm(layer, "input_layernorm", size, eps),
                     llama_attention(
-                        config, own.under("self_attn"), index, rope, options=AttentionOptions(), norms=norms
+                        config, layer.under("self_attn"), index, rope, options=AttentionOptions(), norms=norms
                     ),
-                    RmsNorm(own, "post_attention_layernorm", size, eps),
-                    feed_forward(config, own, index),
+                    RmsNorm(layer, "post_attention_layernorm", size, eps),
+                    feed_forward(config, layer, index),
                 )
             )
         self.norm = RmsNorm(parameters, "model.norm", size, eps)
@@ -190,11 +190,11 @@ class Eagle3Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """-> float32 [rows, the model's vocabulary]; -inf for tokens that it never drafts"""
-        own = self.head(self.norm(hidden)).float()
+        scores = self.head(self.norm(hidden)).float()
         if self.tokens is None:
-            return own
-        whole = own.new_full((len(own), self._target.config.vocab_size), -torch.inf)
-        return whole.index_copy_(1, self.tokens, own)
+            return scores
+        whole = scores.new_full((len(scores), self._target.config.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self.tokens, scores)
 
 
 def load_eagle3(path: Path, target: Decoder) -> Eagle3Head:
@@ -222,13 +222,15 @@ def _layer_config(raw: dict[str, Any]) -> Any:
     """transformers' configuration of the layers."""
     from transformers import AutoConfig
 
-    own = dict(raw.get("transformer_layer_config") or raw)
-    kind = own.pop("model_type", "llama")
+    settings = dict(raw.get("transformer_layer_config") or raw)
+    kind = settings.pop("model_type", "llama")
     if kind not in ("llama", "qwen3"):
         raise ModelError(f"EAGLE-3 heads with layers of {kind} are not supported, only of llama and qwen3")
-    if own.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {own['hidden_act']!r} of EAGLE-3 heads is not supported, only 'silu'")
-    return AutoConfig.for_model(kind, **own)
+    if settings.get("hidden_act", "silu") != "silu":
+        raise ModelError(
+            f"hidden_act {settings['hidden_act']!r} of EAGLE-3 heads is not supported, only 'silu'"
+        )
+    return AutoConfig.for_model(kind, **settings)
 
 
 def _tap(raw: dict[str, Any], layers: int) -> tuple[int, ...]:

@@ -98,17 +98,17 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     options = AttentionOptions(scale=config.head_dim**-0.5 * hf.key_multiplier)
     layers: list[Layer] = []
     for number in range(config.num_layers):
-        own = parameters.under(f"model.layers.{number}")
+        layer = parameters.under(f"model.layers.{number}")
         mamba = MambaBranch(
-            RmsNorm(own, "input_layernorm", hidden, eps), _mamba(config, own.under("mamba"), 2 * number)
+            RmsNorm(layer, "input_layernorm", hidden, eps), _mamba(config, layer.under("mamba"), 2 * number)
         )
-        mlp = ScaledMlp(own.under("feed_forward"), hidden, hf.intermediate_size, bias=hf.mlp_bias)
+        mlp = ScaledMlp(layer.under("feed_forward"), hidden, hf.intermediate_size, bias=hf.mlp_bias)
         mlp.factors = hf.mlp_multipliers[0], hf.mlp_multipliers[1]
         attention = AttentionBranch(
             mamba,
-            llama_attention(config, own.under("self_attn"), 2 * number + 1, rope, options=options),
+            llama_attention(config, layer.under("self_attn"), 2 * number + 1, rope, options=options),
             (hf.attention_in_multiplier, hf.attention_out_multiplier),
-            RmsNorm(own, "pre_ff_layernorm", hidden, eps),
+            RmsNorm(layer, "pre_ff_layernorm", hidden, eps),
             mlp,
         )
         layers += mamba, attention

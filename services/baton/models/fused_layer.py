@@ -75,30 +75,30 @@ class FusedLayer:
     def forward(
         self, residual: torch.Tensor, x: torch.Tensor | Quantized | None, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor | Quantized | None]:
-        wanted = batch.wanted if self._last and batch.tap is None else None
+        indices = batch.logits_indices if self._last and batch.tap is None else None
         if len(residual) == 1 and not self._invariant:
             if self._communicator is not None:
-                return self._one_of_ranks(residual, x, batch, wanted)
-            return self._one(residual, batch, wanted)
+                return self._one_of_ranks(residual, x, batch, indices)
+            return self._one(residual, batch, indices)
         if x is None:
             x = self._norm(residual, None, self._input_norm, self._attention.input)
         if batch.few and len(residual) <= self._most_few:
-            return self._few(residual, x, batch, wanted)
-        return self._many(residual, x, batch, wanted)
+            return self._few(residual, x, batch, indices)
+        return self._many(residual, x, batch, indices)
 
     def _many(
-        self, residual: torch.Tensor, x: torch.Tensor | Quantized, batch: Batch, wanted: torch.Tensor | None
+        self, residual: torch.Tensor, x: torch.Tensor | Quantized, batch: Batch, indices: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | Quantized]:
         attention, mlp = self._attention, self._mlp
         q = attention.write(self._project(attention.input, x), batch)
-        if wanted is not None:
-            if not wanted.shape[0]:
+        if indices is not None:
+            if not indices.shape[0]:
                 if self._communicator is not None:
                     # A sum follows all writes: what has retired on rank 0 has everywhere.
                     self._communicator.all_reduce(residual.new_zeros(16))
                 return residual[:0], residual[:0]
             attended, residual = (
-                part.index_select(0, wanted) for part in (attention.attend(batch, q), residual)
+                part.index_select(0, indices) for part in (attention.attend(batch, q), residual)
             )
         else:
             attended = attention.attend(batch, q)
@@ -112,7 +112,7 @@ class FusedLayer:
         return residual, self._norm(residual, update[None], self._following, self._user)
 
     def _few(
-        self, residual: torch.Tensor, x: torch.Tensor | Quantized, batch: Batch, wanted: torch.Tensor | None
+        self, residual: torch.Tensor, x: torch.Tensor | Quantized, batch: Batch, indices: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | Quantized]:
         attention, mlp = self._attention, self._mlp
         normed = x if isinstance(x, torch.Tensor) else torch.empty_like(residual)
@@ -135,13 +135,13 @@ class FusedLayer:
                 inner = _for(mlp.down, inner)
             parts, bias = project_parts(inner, mlp.down), mlp.down.bias
         x = self._add_norm(residual, parts, self._following, self._user, normed, bias)
-        if wanted is None:
+        if indices is None:
             return residual, x
         assert isinstance(x, torch.Tensor)
-        return residual, x.index_select(0, wanted)
+        return residual, x.index_select(0, indices)
 
     def _one(
-        self, residual: torch.Tensor, batch: Batch, wanted: torch.Tensor | None
+        self, residual: torch.Tensor, batch: Batch, indices: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """For one token: norms are a part of the product that reads what they write."""
         attention, mlp, eps = self._attention, self._mlp, self._eps
@@ -156,7 +156,7 @@ class FusedLayer:
             gemv(inner, mlp.down, residual, add=True)
         if not self._last:
             return residual, None
-        chosen = residual if wanted is None else residual.index_select(0, wanted)
+        chosen = residual if indices is None else residual.index_select(0, indices)
         return residual, rmsnorm(chosen, self._following, eps)
 
     def _one_of_ranks(
@@ -164,7 +164,7 @@ class FusedLayer:
         residual: torch.Tensor,
         x: torch.Tensor | Quantized | None,
         batch: Batch,
-        wanted: torch.Tensor | None,
+        indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a projection adds is summed first, so norms are kernels of their own."""
         attention, mlp = self._attention, self._mlp
@@ -181,7 +181,7 @@ class FusedLayer:
             gemv(x, mlp.gate_up, inner, gated=True)
             parts = gemv(inner, mlp.down, None)[None]
         self._add_norm(residual, parts, self._following, None, x)
-        return residual, x if wanted is None else x.index_select(0, wanted)
+        return residual, x if indices is None else x.index_select(0, indices)
 
     def _norm(
         self,

@@ -112,10 +112,10 @@ class FusedMixture:
         if shared is not None:
             inner = residual.new_empty(1, shared.inner)
             gemv(residual, shared.gate_up, inner, norm=norm, eps=eps, gated=True)
-        own, weights, chosen = moe_small_batch.gate_up_one(
+        activated, weights, chosen = moe_small_batch.gate_up_one(
             residual, norm, eps, logits, self._router, self._experts, self._joined
         )
-        moe_small_batch.down(own, self._experts, weights, chosen, residual, self._joined, add=True)
+        moe_small_batch.down(activated, self._experts, weights, chosen, residual, self._joined, add=True)
         if shared is not None:
             gemv(inner, shared.down, residual, add=True)
 

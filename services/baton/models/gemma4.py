@@ -51,8 +51,8 @@ class SharedAttention(AttentionModule):
         self.index, self.rope, self.options = source.index, source.rope, source.options
         self.cache = None
         self._heads, self._head_dim, self._eps = source.heads, source.head_dim, config.rms_norm_eps
-        own = parameters.shard.split(config.num_heads, "attention heads")
-        size, queries = config.num_heads * source.head_dim, times(own, source.head_dim)
+        head_range = parameters.shard.split(config.num_heads, "attention heads")
+        size, queries = config.num_heads * source.head_dim, times(head_range, source.head_dim)
         bias = config.hf.attention_bias
         self.input = parameters.linear({"q_proj": size}, config.hidden_size, bias, rows={"q_proj": [queries]})
         self.output = parameters.linear({"o_proj": config.hidden_size}, size, bias, columns=queries)
@@ -116,9 +116,9 @@ class Gemma4Layer:
             )
             self.post_mlp_norm = norm("post_feedforward_layernorm_1")
             self.post_mixture_norm = norm("post_feedforward_layernorm_2")
-        if own := per_layer_size(config):
-            self.gate = parameters.linear({"per_layer_input_gate": own}, hidden)
-            self.projection = parameters.linear({"per_layer_projection": hidden}, own)
+        if embedding_size := per_layer_size(config):
+            self.gate = parameters.linear({"per_layer_input_gate": embedding_size}, hidden)
+            self.projection = parameters.linear({"per_layer_projection": hidden}, embedding_size)
             self.post_projection_norm = norm("post_per_layer_input_norm")
             self._activation: Callable[[torch.Tensor], torch.Tensor] = ACTIVATIONS[activation]
         self.scale = parameters.tensor("layer_scalar", 1, fill="ones")
@@ -158,9 +158,9 @@ class LayerEmbeddings:
 
     def __call__(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Ids [tokens] and their embeddings [tokens, hidden] -> [layers, tokens, size]"""
-        own = F.embedding(tokens, self._table).to(hidden.dtype) * self._scale
+        embedded = F.embedding(tokens, self._table).to(hidden.dtype) * self._scale
         seen = self._norm((self._projection(hidden) * self._projection_scale).view(-1, *self._shape))
-        return ((seen + own.view(-1, *self._shape)) * 2**-0.5).transpose(0, 1)
+        return ((seen + embedded.view(-1, *self._shape)) * 2**-0.5).transpose(0, 1)
 
 
 class Gemma4Decoder(Decoder):

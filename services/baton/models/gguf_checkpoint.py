@@ -116,9 +116,9 @@ class _Below(_Rows):
     def read(self, rows: slice) -> FloatArray:
         first, pieces = 0, []
         for part in self._parts:
-            own = slice(max(0, rows.start - first), min(part.shape[0], rows.stop - first))
-            if own.start < own.stop:
-                pieces.append(part.read(own))
+            taken = slice(max(0, rows.start - first), min(part.shape[0], rows.stop - first))
+            if taken.start < taken.stop:
+                pieces.append(part.read(taken))
             first += part.shape[0]
         return np.concatenate(pieces)
 
@@ -185,15 +185,15 @@ def _sources(file: GgufFile) -> dict[str, _Rows]:
         layer, part, kind = match.groups()
         if int(layer) >= count:
             continue  # it predicts further tokens
-        prefix, own = f"{family.prefix}.{layer}.", name.split(".", 2)[2]
+        prefix, suffix = f"{family.prefix}.{layer}.", name.split(".", 2)[2]
         experts = f"{prefix}{family.experts[0]}."
-        if own in changes:
-            for change in changes[own]:
+        if suffix in changes:
+            for change in changes[suffix]:
                 found[prefix + change.name] = _Rows(
                     file, name, None, change.rows, change.columns, change.shape, change.value
                 )
-        elif own in below and all(f"blk.{layer}.{each}" in file.tensors for each in below[own][:2]):
-            *pair, merged = below[own]
+        elif suffix in below and all(f"blk.{layer}.{each}" in file.tensors for each in below[suffix][:2]):
+            *pair, merged = below[suffix]
             found[prefix + merged] = _Below(file, [f"blk.{layer}.{each}" for each in pair])
         elif part in ("attn_k_b", "attn_v_b") and family.model_type == "deepseek_v2":
             keys, values = (f"blk.{layer}.{each}.weight" for each in ("attn_k_b", "attn_v_b"))
@@ -212,7 +212,7 @@ def _sources(file: GgufFile) -> dict[str, _Rows]:
         elif match := re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", part):  # files before April 2024
             found[f"{experts}{match[2]}.{projections[match[1]]}.{kind}"] = _Rows(file, name)
         else:
-            known = names.get(own) or (f"{names[part]}.{kind}" if part in names else None)
+            known = names.get(suffix) or (f"{names[part]}.{kind}" if part in names else None)
             rows = None
             if family.interleaved and part in of_heads:
                 rows = _halves(file.shape(name)[0], of_heads[part])

@@ -18,8 +18,8 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
 
 
 def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
-    own = parameters.shard.split(config.num_heads, "attention heads")
-    sinks = parameters.tensor("sinks", config.num_heads, cut=parameters.shard.cut(0, own))
+    head_range = parameters.shard.split(config.num_heads, "attention heads")
+    sinks = parameters.tensor("sinks", config.num_heads, cut=parameters.shard.cut(0, head_range))
     options = AttentionOptions(window=window(config, index), sinks=sinks)
     return llama.llama_attention(config, parameters, index, rope, options=options)
 
@@ -27,12 +27,12 @@ def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rop
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Mixture:
     """The softmax is over the chosen experts' logits alone. GGUF files have a projection's experts apart from
     each other (`experts_in_one_tensor` false)."""
-    hf, own = config.hf, parameters.under("mlp")
+    hf, mlp = config.hf, parameters.under("mlp")
     activation = ClampedSwiglu(getattr(hf, "swiglu_alpha", 1.702), getattr(hf, "swiglu_limit", 7.0))
     routing = Routing(hf.num_experts_per_tok)
-    router = MoeGate(own, "router", config.hidden_size, hf.num_local_experts, routing, bias=True)
+    router = MoeGate(mlp, "router", config.hidden_size, hf.num_local_experts, routing, bias=True)
     experts = Experts(
-        own.under("experts"),
+        mlp.under("experts"),
         hf.num_local_experts,
         config.hidden_size,
         hf.intermediate_size,

@@ -52,20 +52,20 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     options = AttentionOptions(scale=hf.attention_multiplier)
     layers = []
     for index, kind in enumerate(hf.layer_types):
-        own = parameters.under(f"model.layers.{index}")
+        layer = parameters.under(f"model.layers.{index}")
         mixer: AttentionModule | RecurrentModule
         if kind == "linear_attention":
-            mixer = mamba(config, own.under("mamba"), index)
+            mixer = mamba(config, layer.under("mamba"), index)
         elif kind == "full_attention":
-            mixer = llama_attention(config, own.under("self_attn"), index, rope, options=options)
+            mixer = llama_attention(config, layer.under("self_attn"), index, rope, options=options)
         else:
             raise ModelError(f"layer_types has {kind!r}; supported are linear_attention and full_attention")
         layers.append(
             GraniteLayer(
-                RmsNorm(own, "input_layernorm", hidden, eps),
+                RmsNorm(layer, "input_layernorm", hidden, eps),
                 mixer,
-                RmsNorm(own, "post_attention_layernorm", hidden, eps),
-                _feed_forward(config, own),
+                RmsNorm(layer, "post_attention_layernorm", hidden, eps),
+                _feed_forward(config, layer),
                 hf.residual_multiplier,
             )
         )
@@ -104,9 +104,11 @@ def _feed_forward(config: ModelConfig, parameters: Parameters) -> GatedMlp | Mix
     )
     if not hf.num_local_experts:
         return mlp
-    own = parameters.under("block_sparse_moe")
+    layer = parameters.under("block_sparse_moe")
     return Mixture(
-        MoeGate(own.under("router"), "layer", hidden, hf.num_local_experts, Routing(hf.num_experts_per_tok)),
-        Experts(own.under("experts"), hf.num_local_experts, hidden, hf.intermediate_size),
+        MoeGate(
+            layer.under("router"), "layer", hidden, hf.num_local_experts, Routing(hf.num_experts_per_tok)
+        ),
+        Experts(layer.under("experts"), hf.num_local_experts, hidden, hf.intermediate_size),
         mlp,
     )

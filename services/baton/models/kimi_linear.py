@@ -23,13 +23,13 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     rope = Rope(torch.zeros(config.hf.qk_rope_head_dim // 2))  # what is rotated elsewhere is not here
     layers = []
     for index in range(config.num_layers):
-        own = parameters.under(f"model.layers.{index}")
+        layer = parameters.under(f"model.layers.{index}")
         layers.append(
             DecoderLayer(
-                RmsNorm(own, "input_layernorm", hidden, eps),
-                _mixer(config, own.under("self_attn"), index, rope),
-                RmsNorm(own, "post_attention_layernorm", hidden, eps),
-                _feed_forward(config, own, index),
+                RmsNorm(layer, "input_layernorm", hidden, eps),
+                _mixer(config, layer.under("self_attn"), index, rope),
+                RmsNorm(layer, "post_attention_layernorm", hidden, eps),
+                _feed_forward(config, layer, index),
             )
         )
     return Decoder(config, parameters, layers)
@@ -71,9 +71,9 @@ def _feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Fe
         top_groups=hf.topk_group,
         group_best=2,
     )
-    own, inner = parameters.under("block_sparse_moe"), hf.moe_intermediate_size
+    layer, inner = parameters.under("block_sparse_moe"), hf.moe_intermediate_size
     return Mixture(
-        MoeGate(own, "gate", hidden, hf.num_local_experts, routing, correction=True, float32=True),
-        Experts(own.under("experts"), hf.num_local_experts, hidden, inner, projections=("w1", "w3", "w2")),
-        GatedMlp(own.under("shared_experts"), hidden, inner * hf.n_shared_experts, reduce=False),
+        MoeGate(layer, "gate", hidden, hf.num_local_experts, routing, correction=True, float32=True),
+        Experts(layer.under("experts"), hf.num_local_experts, hidden, inner, projections=("w1", "w3", "w2")),
+        GatedMlp(layer.under("shared_experts"), hidden, inner * hf.n_shared_experts, reduce=False),
     )

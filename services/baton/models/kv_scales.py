@@ -41,11 +41,11 @@ def read_kv_scales(path: Path, layers: int, kv_heads: int, load_format: str = "a
             match = _NAME.search(name)
             assert match is not None
             layer, part = int(match[1]), match[2] or match[3]
-            own = tensor.float().flatten()
-            if layer >= layers or own.numel() not in (1, kv_heads):
+            values = tensor.float().flatten()
+            if layer >= layers or values.numel() not in (1, kv_heads):
                 shape = list(tensor.shape)
                 raise ModelError(f"tensor {name} has shape {shape}, which is not one scale, nor {kv_heads}")
-            if not bool((own.isfinite() & (own > 0)).all()):
+            if not bool((values.isfinite() & (values > 0)).all()):
                 raise ModelError(f"tensor {name} holds a scale that is not positive")
-            scales[layer, slice(None) if part == "kv" else 0 if part == "k" else 1] = own
+            scales[layer, slice(None) if part == "kv" else 0 if part == "k" else 1] = values
     return scales

@@ -31,13 +31,13 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     rope, hidden, eps = make_rope(config), config.hidden_size, config.rms_norm_eps
     layers = []
     for index in range(config.num_layers):
-        own = parameters.under(f"model.layers.{index}")
+        layer = parameters.under(f"model.layers.{index}")
         layers.append(
             DecoderLayer(
-                RmsNorm(own, "operator_norm", hidden, eps),
-                _mixer(config, own, index, rope),
-                RmsNorm(own, "ffn_norm", hidden, eps),
-                _feed_forward(config, own.under("feed_forward"), index),
+                RmsNorm(layer, "operator_norm", hidden, eps),
+                _mixer(config, layer, index, rope),
+                RmsNorm(layer, "ffn_norm", hidden, eps),
+                _feed_forward(config, layer.under("feed_forward"), index),
             )
         )
     return Decoder(config, parameters.named({"model.norm": "model.embedding_norm"}), layers)
@@ -48,13 +48,13 @@ def _mixer(
 ) -> Attention | GatedConvolution:
     hf = config.hf
     if (kind := hf.layer_types[index]) == "conv":
-        own = parameters.under("conv")
-        return GatedConvolution(own, index, config.hidden_size, hf.conv_L_cache, bias=hf.conv_bias)
+        layer = parameters.under("conv")
+        return GatedConvolution(layer, index, config.hidden_size, hf.conv_L_cache, bias=hf.conv_bias)
     if kind != "full_attention":
         raise ModelError(f"layer_types has {kind!r}; supported are conv and full_attention")
-    own = parameters.under("self_attn").named(_ATTENTION)
+    layer = parameters.under("self_attn").named(_ATTENTION)
     return llama_attention(
-        config, own, index, rope, options=NONE, qkv_bias=False, output_bias=False, norms=True
+        config, layer, index, rope, options=NONE, qkv_bias=False, output_bias=False, norms=True
     )
 
 

@@ -69,9 +69,12 @@ def llama_like(
         parameters.ignore(f"model.layers.{config.num_layers + index}.")
     layers = []
     for index in range(config.num_layers):
-        own = parameters.under(f"model.layers.{index}")
-        mixer, rest = attention(config, own.under("self_attn"), index, rope), feed_forward(config, own, index)
-        layers.append(_layer(config, own, mixer, rest))
+        layer = parameters.under(f"model.layers.{index}")
+        mixer, rest = (
+            attention(config, layer.under("self_attn"), index, rope),
+            feed_forward(config, layer, index),
+        )
+        layers.append(_layer(config, layer, mixer, rest))
     return Decoder(config, parameters, layers)
 
 
@@ -85,24 +88,24 @@ def nextn_layer(
     """The first layer behind the model's own, in DeepSeek's layout (num_nextn_predict_layers); see
     `llama_like`."""
     index, hidden, eps = config.num_layers, config.hidden_size, config.rms_norm_eps
-    own = parameters.under(f"model.layers.{index}")
-    mixer = attention(config, own.under("self_attn"), 0, rope or make_rope(config))
+    layer = parameters.under(f"model.layers.{index}")
+    mixer = attention(config, layer.under("self_attn"), 0, rope or make_rope(config))
     return MtpLayer(
-        RmsNorm(own, "enorm", hidden, eps),
-        RmsNorm(own, "hnorm", hidden, eps),
-        own.linear({"eh_proj": hidden}, 2 * hidden),
-        _layer(config, own, mixer, feed_forward(config, own, index)),
-        RmsNorm(own, "shared_head.norm", hidden, eps),
+        RmsNorm(layer, "enorm", hidden, eps),
+        RmsNorm(layer, "hnorm", hidden, eps),
+        layer.linear({"eh_proj": hidden}, 2 * hidden),
+        _layer(config, layer, mixer, feed_forward(config, layer, index)),
+        RmsNorm(layer, "shared_head.norm", hidden, eps),
     )
 
 
 def _layer(
-    config: ModelConfig, own: Parameters, attention: AttentionModule, feed_forward: FeedForward
+    config: ModelConfig, layer: Parameters, attention: AttentionModule, feed_forward: FeedForward
 ) -> DecoderLayer:
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    before = RmsNorm(own, "input_layernorm", hidden, eps)
+    before = RmsNorm(layer, "input_layernorm", hidden, eps)
     return DecoderLayer(
-        before, attention, RmsNorm(own, "post_attention_layernorm", hidden, eps), feed_forward
+        before, attention, RmsNorm(layer, "post_attention_layernorm", hidden, eps), feed_forward
     )
 
 

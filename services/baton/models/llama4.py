@@ -46,14 +46,14 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     hidden, eps = config.hidden_size, config.rms_norm_eps
     layers = []
     for index in range(config.num_layers):
-        own = parameters.under(f"model.layers.{index}")
+        layer = parameters.under(f"model.layers.{index}")
         rotated = bool(config.hf.no_rope_layers[index])
         layers.append(
             DecoderLayer(
-                RmsNorm(own, "input_layernorm", hidden, eps),
-                _attention(config, own.under("self_attn"), index, rope if rotated else unrotated, rotated),
-                RmsNorm(own, "post_attention_layernorm", hidden, eps),
-                _feed_forward(config, own.under("feed_forward"), index),
+                RmsNorm(layer, "input_layernorm", hidden, eps),
+                _attention(config, layer.under("self_attn"), index, rope if rotated else unrotated, rotated),
+                RmsNorm(layer, "post_attention_layernorm", hidden, eps),
+                _feed_forward(config, layer.under("feed_forward"), index),
             )
         )
     return Decoder(config, parameters, layers)

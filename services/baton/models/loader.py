@@ -81,8 +81,8 @@ def _check(
                 if known or is_kv_scale(name) or _is_bias_of_zeros(file, name, parameters):
                     continue
                 raise ModelError(f"{file.path.name} holds unexpected tensor {name}")
-            if shape != (wanted := list(parameters[name].shape)):
-                raise ModelError(f"tensor {name} has shape {shape}, the configuration asks for {wanted}")
+            if shape != (shape_here := list(parameters[name].shape)):
+                raise ModelError(f"tensor {name} has shape {shape}, the configuration asks for {shape_here}")
             missing.discard(name)
             where[name] = file.path
             names.append(name)
@@ -342,8 +342,8 @@ def fill_at_random(
     part of a model, the place of each tensor in the whole."""
     progress = _CopyProgress(parameters.nbytes, report)
     filling = Filling()
-    for place, (name, parameter) in enumerate(parameters.table.items()):
-        target, index = parameter.target, place if seeds is None else seeds[name]
+    for number, (name, parameter) in enumerate(parameters.table.items()):
+        target, index = parameter.target, number if seeds is None else seeds[name]
         if isinstance(target, QuantizedWeight):
             generator = torch.Generator(target.device).manual_seed(index)
             noise = torch.randn(target.shape, generator=generator, device=target.device)

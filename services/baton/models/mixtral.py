@@ -17,9 +17,9 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Mixture:
-    hf, hidden, own = config.hf, config.hidden_size, parameters.under("block_sparse_moe")
+    hf, hidden, block = config.hf, config.hidden_size, parameters.under("block_sparse_moe")
     count, inner = hf.num_local_experts, hf.intermediate_size
     return Mixture(
-        MoeGate(own, "gate", hidden, count, Routing(hf.num_experts_per_tok)),
-        Experts(own.under("experts"), count, hidden, inner, projections=("w1", "w3", "w2")),
+        MoeGate(block, "gate", hidden, count, Routing(hf.num_experts_per_tok)),
+        Experts(block.under("experts"), count, hidden, inner, projections=("w1", "w3", "w2")),
     )

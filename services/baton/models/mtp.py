@@ -34,7 +34,7 @@ class MtpHead:
     tap: tuple[int, ...] = (FINAL,)
 
     def __init__(self, target: Decoder, layer: MtpLayer) -> None:
-        self._target, self._own = target, layer
+        self._target, self._layer = target, layer
         self.values = target.config.hidden_size
         self.mixtures: Sequence[Mixture] = [found] if (found := layer.layer.mixture) is not None else []
         attention = layer.layer.attention
@@ -65,9 +65,9 @@ class MtpHead:
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Next tokens and hidden states before them -> normalized hidden states at them."""
-        own = self._own
-        both = torch.cat((own.token_norm(self._target.embed(tokens)), own.hidden_norm(hidden)), -1)
-        return own.norm(own.layer(own.input(both), batch))
+        mtp = self._layer
+        both = torch.cat((mtp.token_norm(self._target.embed(tokens)), mtp.hidden_norm(hidden)), -1)
+        return mtp.norm(mtp.layer(mtp.input(both), batch))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """-> float32 [rows, vocab]"""

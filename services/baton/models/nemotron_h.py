@@ -49,8 +49,8 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     rope = no_rotation()
     layers: list[Layer] = []
     for number, kind in enumerate(hf.layer_types):
-        own = parameters.under(f"backbone.layers.{number}")
-        norm, under = RmsNorm(own, "norm", config.hidden_size, config.rms_norm_eps), own.under("mixer")
+        layer = parameters.under(f"backbone.layers.{number}")
+        norm, under = RmsNorm(layer, "norm", config.hidden_size, config.rms_norm_eps), layer.under("mixer")
         if kind in ("mlp", "moe"):
             # Joins the mixer before it, as in other families.
             if not layers or not isinstance(mixer := layers[-1], MixerLayer):

@@ -41,8 +41,8 @@ class PackedExperts:
         for name, shape in file.shapes().items():
             match = _PACKED.fullmatch(name)
             if match is None or len(shape) != 3:
-                own = re.sub(r"\.mlp\.gate\.", ".block_sparse_moe.gate.", name) if self._mixtral else name
-                self._shapes[own], self._stored[own] = shape, name
+                usual = re.sub(r"\.mlp\.gate\.", ".block_sparse_moe.gate.", name) if self._mixtral else name
+                self._shapes[usual], self._stored[usual] = shape, name
                 continue
             inner_first = match[3] in ("gate_up_proj", "input_linear.weight")
             parts = ("gate_proj", "up_proj") if inner_first else ("down_proj",)
@@ -58,9 +58,9 @@ class PackedExperts:
             for at, part in enumerate(parts):
                 kind = _MIXTRAL[part] if self._mixtral else part
                 for expert in range(count):
-                    own = f"{base}.{expert}.{kind}.weight"
-                    self._shapes[own] = [rows, columns]
-                    self._of[own] = name, expert, slice(at * rows, (at + 1) * rows)
+                    usual = f"{base}.{expert}.{kind}.weight"
+                    self._shapes[usual] = [rows, columns]
+                    self._of[usual] = name, expert, slice(at * rows, (at + 1) * rows)
 
     def shapes(self) -> dict[str, list[int]]:
         return self._shapes

@@ -99,8 +99,8 @@ def _gptq(config: Mapping[str, Any]) -> CheckpointFormat:
     bits = config["bits"]
     if bits not in (4, 8):
         raise _refusal(f"by 'gptq' with {bits} bits")
-    for modules, own in (config.get("dynamic") or {}).items():
-        if not modules.startswith("-:") and _differs(own, config):  # -: leaves modules as they are
+    for modules, override in (config.get("dynamic") or {}).items():
+        if not modules.startswith("-:") and _differs(override, config):  # -: leaves modules as they are
             raise _refusal("by 'gptq' with different schemes for different layers (dynamic)")
     version = config.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
@@ -109,16 +109,16 @@ def _gptq(config: Mapping[str, Any]) -> CheckpointFormat:
     return Gptq(bits, _group(config), reordered=reordered, minus_one=version == "gptq")
 
 
-def _differs(own: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+def _differs(override: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     """Whether what is said of some modules is another scheme than that of all."""
-    return any(config.get(key) != value for key, value in own.items())
+    return any(config.get(key) != value for key, value in override.items())
 
 
 def _auto_round(config: Mapping[str, Any]) -> CheckpointFormat:
     """AutoRound: Cheng et al., arXiv:2309.05516. It stores what it finds as others do."""
     packing = str(config.get("packing_format")).removeprefix("auto_round:")
-    for own in (config.get("extra_config") or {}).values():
-        scheme = {key: own[key] for key in ("bits", "group_size", "sym") if key in own}
+    for override in (config.get("extra_config") or {}).values():
+        scheme = {key: override[key] for key in ("bits", "group_size", "sym") if key in override}
         if scheme.get("bits") != 16 and _differs(scheme, config):
             raise _refusal("by 'auto-round' with different schemes for different layers (extra_config)")
     stored = {"bits": config["bits"], "group_size": _group(config)}
@@ -161,10 +161,10 @@ def _compressed(config: Mapping[str, Any]) -> CheckpointFormat | None:
     for group in config["config_groups"].values():
         if "weights" in group and group["weights"] is None:
             continue  # it rounds activations alone, which stay as they are
-        own = group.get("format") or kind
-        if own not in _COMPRESSED:
-            raise _refusal(f"{name} in format {own!r}")
-        found.append(_compressed_group(name, own, group["weights"]))
+        format = group.get("format") or kind
+        if format not in _COMPRESSED:
+            raise _refusal(f"{name} in format {format!r}")
+        found.append(_compressed_group(name, format, group["weights"]))
     if not found and config["config_groups"]:
         return None
     if not found or any(each != found[0] for each in found):

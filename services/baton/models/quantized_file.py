@@ -61,33 +61,35 @@ class QuantizedFile:
             stored[codes if end == "weight" and self._quantized(codes) else name] = name
         beside = self._read_beside([name for name in stored if self._quantized(name)])
         plain = {name: cut for name, cut in cuts.items() if name in stored and not self._quantized(name)}
-        for own, start, tensor in self._file.read(stored, whole, plain):
-            name = stored[own]
-            if not self._quantized(own):
+        for stored_name, start, tensor in self._file.read(stored, whole, plain):
+            name = stored[stored_name]
+            if not self._quantized(stored_name):
                 yield name, start, tensor
                 continue
             try:
-                yield name, 0, self._format.decode({self._format.weight: tensor, **beside.pop(own)})
+                yield name, 0, self._format.decode({self._format.weight: tensor, **beside.pop(stored_name)})
             except (ValueError, RuntimeError) as error:
-                raise ModelError(f"tensor {own} is not as {self._format.name} asks: {error}") from error
+                raise ModelError(
+                    f"tensor {stored_name} is not as {self._format.name} asks: {error}"
+                ) from error
 
     def _read_beside(self, codes: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
         """What lies beside these codes, by the ends of the names."""
-        wanted: dict[str, dict[str, tuple[str, str]]] = {}
-        for own in codes:
-            base = own.removesuffix(self._format.weight)
+        names_by_file: dict[str, dict[str, tuple[str, str]]] = {}
+        for stored_name in codes:
+            base = stored_name.removesuffix(self._format.weight)
             for end in self._beside:
                 file = self._where.get(base + end)
                 if file is not None:
-                    wanted.setdefault(str(file.path), {})[base + end] = own, end
+                    names_by_file.setdefault(str(file.path), {})[base + end] = stored_name, end
                 elif end in self._format.needed:
                     raise ModelError(f"{self.path.parent} lacks tensor {base}{end}")
-        found: dict[str, dict[str, torch.Tensor]] = {own: {} for own in codes}
-        for names in wanted.values():
+        found: dict[str, dict[str, torch.Tensor]] = {stored_name: {} for stored_name in codes}
+        for names in names_by_file.values():
             file = self._where[next(iter(names))]
             for name, _, tensor in file.read(names, ()):
-                own, end = names[name]
-                found[own][end] = tensor
+                stored_name, end = names[name]
+                found[stored_name][end] = tensor
         return found
 
     def sample(self, update: Callable[[bytes], None]) -> None:

@@ -25,12 +25,12 @@ def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rop
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> FeedForward:
-    hf, hidden, own = config.hf, config.hidden_size, parameters.under("mlp")
+    hf, hidden, mlp = config.hf, config.hidden_size, parameters.under("mlp")
     if index in hf.mlp_only_layers or not hf.num_experts or (index + 1) % hf.decoder_sparse_step:
         return llama.feed_forward(config, parameters, index)
     # Qwen3-VL always renormalizes, and its configuration does not say so.
     routing = Routing(hf.num_experts_per_tok, renormalize=getattr(hf, "norm_topk_prob", True))
     return Mixture(
-        MoeGate(own, "gate", hidden, hf.num_experts, routing),
-        Experts(own.under("experts"), hf.num_experts, hidden, hf.moe_intermediate_size),
+        MoeGate(mlp, "gate", hidden, hf.num_experts, routing),
+        Experts(mlp.under("experts"), hf.num_experts, hidden, hf.moe_intermediate_size),
     )

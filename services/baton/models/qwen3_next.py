@@ -25,16 +25,16 @@ def build(config: ModelConfig, parameters: Parameters, *, by_key_head: bool = Tr
     hf, hidden, eps = config.hf, config.hidden_size, config.rms_norm_eps
     layers = []
     for index, kind in enumerate(hf.layer_types):
-        own = parameters.under(f"model.layers.{index}")
+        layer = parameters.under(f"model.layers.{index}")
         mixer: Attention | GatedDeltaNet
         if kind == "linear_attention":
-            under = own.under("linear_attn")
+            under = layer.under("linear_attn")
             mixer = GatedDeltaNet(under, index, hidden, _shape(config), eps, by_key_head=by_key_head)
         elif kind == "full_attention":
-            mixer = _attention(config, own.under("self_attn"), index, rope)
+            mixer = _attention(config, layer.under("self_attn"), index, rope)
         else:
             raise ModelError(f"layer_types has {kind!r}; supported are linear_attention and full_attention")
-        layers.append(_layer(config, own, mixer, index))
+        layers.append(_layer(config, layer, mixer, index))
     return Decoder(config, parameters, layers, norm_plus_one=True)
 
 
@@ -42,27 +42,27 @@ def build_mtp(config: ModelConfig, parameters: Parameters) -> MtpLayer:
     """Raises ModelError for what is not supported."""
     if getattr(config.hf, "mtp_use_dedicated_embeddings", False):
         raise ModelError("layers of multi-token prediction with embeddings of their own are not supported")
-    own, hidden, eps = parameters.under("mtp"), config.hidden_size, config.rms_norm_eps
-    layer = own.under("layers.0")
+    mtp, hidden, eps = parameters.under("mtp"), config.hidden_size, config.rms_norm_eps
+    layer = mtp.under("layers.0")
     mixer = _attention(config, layer.under("self_attn"), 0, make_rope(config, partial=True))
     return MtpLayer(
-        RmsNorm(own, "pre_fc_norm_embedding", hidden, eps, plus_one=True),
-        RmsNorm(own, "pre_fc_norm_hidden", hidden, eps, plus_one=True),
-        own.linear({"fc": hidden}, 2 * hidden),
+        RmsNorm(mtp, "pre_fc_norm_embedding", hidden, eps, plus_one=True),
+        RmsNorm(mtp, "pre_fc_norm_hidden", hidden, eps, plus_one=True),
+        mtp.linear({"fc": hidden}, 2 * hidden),
         _layer(config, layer, mixer, 0),
-        RmsNorm(own, "norm", hidden, eps, plus_one=True),
+        RmsNorm(mtp, "norm", hidden, eps, plus_one=True),
     )
 
 
 def _layer(
-    config: ModelConfig, own: Parameters, mixer: Attention | GatedDeltaNet, index: int
+    config: ModelConfig, layer: Parameters, mixer: Attention | GatedDeltaNet, index: int
 ) -> DecoderLayer:
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return DecoderLayer(
-        RmsNorm(own, "input_layernorm", hidden, eps, plus_one=True),
+        RmsNorm(layer, "input_layernorm", hidden, eps, plus_one=True),
         mixer,
-        RmsNorm(own, "post_attention_layernorm", hidden, eps, plus_one=True),
-        _feed_forward(config, own.under("mlp"), index),
+        RmsNorm(layer, "post_attention_layernorm", hidden, eps, plus_one=True),
+        _feed_forward(config, layer.under("mlp"), index),
     )
 
 

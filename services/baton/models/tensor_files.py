@@ -191,9 +191,9 @@ class SafetensorsFile:
         self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Kept = NONE_KEPT
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Reads tensors; of one that is cut, nothing else is read."""
-        wanted = set(names)
+        missing = set(names)
         for name, stored, tensors in self._tensors():
-            if name not in wanted:
+            if name not in missing:
                 continue
             if name not in cuts:
                 yield name, 0, tensors.get_tensor(stored)

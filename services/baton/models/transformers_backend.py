@@ -183,7 +183,7 @@ class TransformersModel:
         self._model = model
         self.device, self.dtype = model.device, model.dtype
         self.num_parameters = int(model.num_parameters())
-        self._given: Tensor | None = None
+        self._inputs_embeds: Tensor | None = None
         self._output: type[Any]
         self._base = model.base_model.forward
         model.base_model.forward = self._base_forward
@@ -210,7 +210,7 @@ class TransformersModel:
 
     def set_kv_scales(self, scales: Tensor) -> None:
         pairs = zip(self.attention_options, scales, strict=True)
-        self.attention_options = [replace(options, kv_scales=own) for options, own in pairs]
+        self.attention_options = [replace(options, kv_scales=layer_scales) for options, layer_scales in pairs]
 
     def forward(self, batch: Batch) -> Tensor:
         """-> final hidden states [wanted tokens, hidden]"""
@@ -228,11 +228,11 @@ class TransformersModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> float32 [rows, vocab], by whatever the model does behind its last layer."""
-        self._given = hidden[None]
+        self._inputs_embeds = hidden[None]
         try:
-            logits: Tensor = self._model(inputs_embeds=self._given, use_cache=False).logits
+            logits: Tensor = self._model(inputs_embeds=self._inputs_embeds, use_cache=False).logits
         finally:
-            self._given = None
+            self._inputs_embeds = None
         return logits[0].float()
 
     def reference_logits(self, tokens: Tensor) -> Tensor:
@@ -258,9 +258,9 @@ class TransformersModel:
 
     def _base_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stands for the model without its head: while `logits` runs, it returns the given states."""
-        if self._given is None:
+        if self._inputs_embeds is None:
             return self._base(*args, **kwargs)
-        return self._output(last_hidden_state=self._given)
+        return self._output(last_hidden_state=self._inputs_embeds)
 
     @torch.inference_mode()
     def _learn(self, config: ModelConfig) -> list[_Seen]:
@@ -282,10 +282,10 @@ class TransformersModel:
                 scale = None
             if module.layer_idx in seen:
                 raise ModelError(f"{name}: layer {module.layer_idx} attends more than once")
-            own = AttentionOptions(
+            attention_options = AttentionOptions(
                 scale=scale, window=window, softcap=options.get("softcap"), sinks=options.get("s_aux")
             )
-            seen[module.layer_idx] = _Seen((q.shape[1], k.shape[1], q.shape[-1]), own)
+            seen[module.layer_idx] = _Seen((q.shape[1], k.shape[1], q.shape[-1]), attention_options)
             return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
 
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)

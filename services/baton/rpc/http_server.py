@@ -150,9 +150,9 @@ def metrics_app(
     return Starlette(routes=routes, exception_handlers={404: elsewhere})
 
 
-def opens(given: str, *secrets: str) -> bool:
+def opens(header: str, *secrets: str) -> bool:
     """Whether it is one of the secrets that are not empty."""
-    return any(same(given, secret) for secret in secrets if secret)
+    return any(same(header, secret) for secret in secrets if secret)
 
 
 def authorization(headers: Headers) -> str:

@@ -179,11 +179,11 @@ class LoadCollector(Collector):
         labels = ["role", "drafter", "place", "outcome"]
         text = "Guessed tokens that have been verified, by their place behind a row's last token."
         drafts = CounterMetricFamily("baton_drafts", text, labels=labels)
-        for place, (drafted, right) in enumerate(
+        for position, (drafted, right) in enumerate(
             zip(load.drafted_places, load.accepted_places, strict=True), 1
         ):
             for outcome, count in (("right", right), ("wrong", drafted - right)):
-                drafts.add_metric([self._role, load.drafter, str(place), outcome], float(count))
+                drafts.add_metric([self._role, load.drafter, str(position), outcome], float(count))
         yield drafts
 
     def _ranks(self, load: node_pb2.Load, ranks: Sequence[node_pb2.Rank]) -> Iterator[Metric]:

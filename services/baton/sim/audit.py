@@ -73,7 +73,7 @@ class Audit:
             assert isinstance(prefill, SimPrefill)
             leases, grace = prefill.core.leases, prefill.config.lease_grace_seconds
             for name, lease in leases.running.items():
-                limit = min(lease.deadline, leases._heard[lease.holder] + grace)
+                limit = min(lease.deadline, leases._last_seen[lease.holder] + grace)
                 if limit < prefill.clock() and self._healthy(prefill, prefill):
                     text = f"{prefill.who} holds {name} beyond its deadline or its lease"
                     yield ("overdue", prefill.who, name), f"leak: {text}"

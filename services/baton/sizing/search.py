@@ -86,15 +86,15 @@ class Plan:
 def impossible(traffic: Traffic, goal: Goal, cost: StepCost, budget: int, turn: float) -> str:
     """Why no number of nodes reaches the goal: too many requests would miss the targets even on an idle
     deployment. Empty: it may be reached. budget: tokens of a step. turn: seconds between two steps."""
-    targets, place = goal.targets, max(0, math.ceil(goal.part * len(traffic.arrivals)) - 1)
+    targets, rank = goal.targets, max(0, math.ceil(goal.part * len(traffic.arrivals)) - 1)
     if targets.itl_ms is not None:
         # A single token has no ITL.
-        keys = sorted(arrival.prompt if arrival.output > 1 else 0 for arrival in traffic.arrivals)[place]
+        keys = sorted(arrival.prompt if arrival.output > 1 else 0 for arrival in traffic.arrivals)[rank]
         least = 1e3 * (cost.seconds(StepLoad(decode_sequences=1, context_tokens=keys)) + turn)
         if keys and least > targets.itl_ms:
             return f"a step with one row takes {least:.1f} ms, more than the ITL of {targets.itl_ms:g} ms"
     if targets.ttft_ms is not None:
-        prompt = sorted(arrival.prompt for arrival in traffic.arrivals)[place]
+        prompt = sorted(arrival.prompt for arrival in traffic.arrivals)[rank]
         start = min(traffic.shared_prefix, prompt - 1)
         least = 1e3 * prompt_seconds(start, prompt - start, cost, budget)
         if least > targets.ttft_ms:

@@ -50,11 +50,11 @@ class Lengths:
         if not self.points:
             return rng.randint(self.low, self.high)
         z = rng.normalvariate()
-        places = [_NORMAL.inv_cdf(part) for part, _ in self.points]
+        quantiles = [_NORMAL.inv_cdf(part) for part, _ in self.points]
         # The segment that contains z; the outer ones are unbounded.
-        right = next((i for i in range(1, len(places) - 1) if z < places[i]), len(places) - 1)
+        right = next((i for i in range(1, len(quantiles) - 1) if z < quantiles[i]), len(quantiles) - 1)
         left = right - 1
-        slope = (z - places[left]) / (places[right] - places[left])
+        slope = (z - quantiles[left]) / (quantiles[right] - quantiles[left])
         start, end = (math.log(self.points[i][1]) for i in (left, right))
         return max(1, round(math.exp(min(start + slope * (end - start), 50.0))))
 

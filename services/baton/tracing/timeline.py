@@ -34,18 +34,18 @@ _ENCODED = (EventKind.ENCODE_ENDED, EventKind.ENDED)
 """An encode node has done what it was asked for, or will not do it."""
 
 
-def timeline(own: Sequence[Event], others: Iterable[Recorded], now: float) -> Timeline | None:
+def timeline(gateway_events: Sequence[Event], others: Iterable[Recorded], now: float) -> Timeline | None:
     """own: the gateway's events of the request, oldest first; None if its begin is no longer among them. now:
     on the gateway's clock."""
-    if not own or own[0].kind is not EventKind.RECEIVED:
+    if not gateway_events or gateway_events[0].kind is not EventKind.RECEIVED:
         return None
-    first = own[0]
+    first = gateway_events[0]
     found = Timeline(first.gateway, first.request, first.at)
-    for event in own:
+    for event in gateway_events:
         _summarize(found, event)
     if not found.outcome:
         found.total = max(0.0, now - found.received)
-    found.events = _placed(own, others, found.received)
+    found.events = _placed(gateway_events, others, found.received)
     path = _Path(found)
     for placed in found.events:
         path.follow(placed)
@@ -72,9 +72,9 @@ def _summarize(found: Timeline, event: Event) -> None:
 # --- clocks -------------------------------------------------------------------------------------------
 
 
-def _placed(own: Sequence[Event], others: Iterable[Recorded], received: float) -> list[Placed]:
+def _placed(gateway_events: Sequence[Event], others: Iterable[Recorded], received: float) -> list[Placed]:
     """All events on the gateway's clock, in order."""
-    found = [Placed(event.at - received, GATEWAY, event) for event in own]
+    found = [Placed(event.at - received, GATEWAY, event) for event in gateway_events]
     for each in sorted(others, key=lambda recorded: DEPTHS.get(recorded.process.role, 3)):
         offset = _corrected(each, found, received)
         found += [Placed(event.at + offset - received, each.process, event) for event in each.events]

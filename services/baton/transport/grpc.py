@@ -156,8 +156,8 @@ class GrpcReceiver:
     async def _fetch(self, call: _Stream, pairs: Sequence[tuple[int, int]], writer: PageWriter) -> None:
         """Writes pages as they arrive. Raises TransportError, also for a piece that is not the next one."""
         page_bytes = self._local.page_bytes
-        wanted = [source for source, _ in pairs]
-        await call.write(prefill_pb2.FetchRequest(id=1, page_ids=wanted, pool=self._pool))
+        source_ids = [source for source, _ in pairs]
+        await call.write(prefill_pb2.FetchRequest(id=1, page_ids=source_ids, pool=self._pool))
         for index, (_, target) in enumerate(pairs):
             offset = 0
             while offset < page_bytes:

@@ -201,11 +201,11 @@ class ThreadReceiver:
         self._require_open()
         check_pairs(pairs, self._peer_pages, self._local.num_pages)
         check_step(step, self)
-        wanted = list(pairs)
+        copies = list(pairs)
 
         def work(stop: threading.Event) -> None:
             began = time.monotonic()
-            self._copy(wanted, stop)
+            self._copy(copies, stop)
             if not stop.is_set():
                 copied(time.monotonic() - began)
 

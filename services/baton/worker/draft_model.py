@@ -141,8 +141,8 @@ def load_drafter(
         return LoadedDrafter(MedusaDrafter(heads, config.max_rows, target.config.vocab_size, device))
     if is_eagle3(raw):
         assert isinstance(target, Decoder)
-        own = fingerprint(path, target.dtype, variant=f"eagle3 {name}")
-        return _head_drafter(config, load_eagle3(path, target), target, own, device, kinds)
+        drafter_fingerprint = fingerprint(path, target.dtype, variant=f"eagle3 {name}")
+        return _head_drafter(config, load_eagle3(path, target), target, drafter_fingerprint, device, kinds)
     return _model_drafter(config, path, target, device, kinds)
 
 
@@ -151,13 +151,15 @@ def _model_drafter(
 ) -> LoadedDrafter:
     shape = _read_draft(config, path, target.config)
     context = min(config.context_length or shape.context_length, shape.context_length)
-    own = _freely(config)
-    own = replace(own, model=config.draft_model, draft="off", context_length=context, kv_dtype="auto")
-    model = load(own, path, target.dtype, device)
+    draft_config = _freely(config)
+    draft_config = replace(
+        draft_config, model=config.draft_model, draft="off", context_length=context, kv_dtype="auto"
+    )
+    model = load(draft_config, path, target.dtype, device)
     layout = kv_layout(model, config.page_size or default_page_size(device), context)
     made = _pool(config, layout, context, device, kinds)
-    (prefill, _), (decode, _) = attention_of(own, model, device)
-    runner: Runner[Any] = make_runner(own, model, made.pool, prefill, decode, context)
+    (prefill, _), (decode, _) = attention_of(draft_config, model, device)
+    runner: Runner[Any] = make_runner(draft_config, model, made.pool, prefill, decode, context)
     groups = len(layout.groups)
     drafter = ModelDrafter(
         TunedRunner(runner, groups=groups) if device.type == "cpu" else runner,
@@ -165,10 +167,10 @@ def _model_drafter(
         page_size=layout.page_size,
         groups=groups,
         context_length=context,
-        token_budget=own.token_budget,
+        token_budget=draft_config.token_budget,
         generations=made.generations,
     )
-    return made.loaded(drafter, model_fingerprint(own, path, model, device))
+    return made.loaded(drafter, model_fingerprint(draft_config, path, model, device))
 
 
 def _head_drafter(

@@ -157,9 +157,9 @@ class Engine:
     ) -> Receiver:
         """`busy`: whether steps are running; called in other threads. `pool`: into which of the pools here.
         Raises TransportError."""
-        own = self._published[pool]
-        kinds = own.kinds if pool else self.kinds
-        opened = await open_receiver(endpoints, own.pages, kinds, address, busy, dial)
+        published = self._published[pool]
+        kinds = published.kinds if pool else self.kinds
+        opened = await open_receiver(endpoints, published.pages, kinds, address, busy, dial)
         _log.info("pool of a peer opened", address=address, pool=pool, transport=opened.reason)
         return opened.receiver
 
@@ -241,7 +241,7 @@ def _build_ranked(
     size = config.page_size or default_page_size(device, model.caches, model.dtype.itemsize)
     context = min(config.context_length or shape.context_length, shape.context_length)
     layout = kv_layout(model, size, context)
-    own = own_part(layout, ranks.shard, device)[0]
+    part_layout = own_part(layout, ranks.shard, device)[0]
     (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
     seen = context
 
@@ -252,7 +252,7 @@ def _build_ranked(
 
     measured = None if config.step_profile else computing
     together = ranks_together(config.device, ranks.shard)
-    pages = num_pages(config, own, shape.context_length, device, measured, together)
+    pages = num_pages(config, part_layout, shape.context_length, device, measured, together)
     context = longest(layout.groups, pages, context, size, 2 * config.token_budget)
     pool, published = make_pool(layout, pages, device, kinds, incarnation, ranks.shard)
     published.pages = ranks.pages(published.pages, layout)

@@ -163,8 +163,8 @@ class HostMemory:
                 slab, offset = divmod(host, self._per_slab)
                 length = min(count, self._per_slab - offset)
                 theirs = self._slabs[slab][offset : offset + length]
-                own = self._pool[local : local + length]
-                yield (own, theirs) if up else (theirs, own)
+                ours = self._pool[local : local + length]
+                yield (ours, theirs) if up else (theirs, ours)
                 host, local, count = host + length, local + length, count - length
 
     def _measure(self) -> float:

@@ -47,7 +47,7 @@ def num_pages(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_reserved(device)
+        reserved = torch.cuda.memory_reserved(device)
         working = 0
         if make_runner is not None:
             limits = StepLimits(config.token_budget, context, size, pages=1, groups=groups)
@@ -55,10 +55,10 @@ def num_pages(
         least = min(context, LEAST_TOKENS)
         # Ranks that share a GPU have loaded as much each, and get as much of what is free.
         free, total = free // together, total // together
-        return fitting(own, working, free, total, config.memory_fraction, layout, least)
+        return fitting(reserved, working, free, total, config.memory_fraction, layout, least)
     least, most = -(-min(context, AUTO_KV_TOKENS) // size), AUTO_KV_BYTES // layout.page_bytes
-    wanted = min(layout.pages(AUTO_KV_TOKENS // size), most // groups * groups)
-    return max(wanted, layout.pages(least))
+    usual = min(layout.pages(AUTO_KV_TOKENS // size), most // groups * groups)
+    return max(usual, layout.pages(least))
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
@@ -126,19 +126,19 @@ def working_bytes(
 
 
 def fitting(
-    own: int, working: int, free: int, total: int, fraction: float, layout: PoolLayout, least: int
+    reserved: int, working: int, free: int, total: int, fraction: float, layout: PoolLayout, least: int
 ) -> int:
-    """Pages, a spare one among them not counted, for a process that holds `own` bytes of a GPU and computes
-    in `working` bytes more; of the GPU's `total` bytes `free` are free. Others may use it too, so that the
-    fraction counts what is this process's own. Raises BatonError."""
-    room = min(int(total * fraction) - own, int(free * FREE_FRACTION)) - working
+    """Pages, a spare one among them not counted, for a process that holds `reserved` bytes of a GPU and
+    computes in `working` bytes more; of the GPU's `total` bytes `free` are free. Others may use it too, so
+    that the fraction counts what is this process's own. Raises BatonError."""
+    room = min(int(total * fraction) - reserved, int(free * FREE_FRACTION)) - working
     pages = room // layout.page_bytes - 1
     groups = len(layout.groups)
     if pages * layout.page_size < least * groups:
         token = groups * layout.page_bytes / layout.page_size
         raise failed_precondition(
-            f"the model does not fit: its weights take {own / GIB:.1f} of the GPU's {total / GIB:.1f} GiB, "
-            f"of which this process may use {fraction:.0%} and {free / GIB:.1f} GiB are free, computing "
+            f"the model does not fit: its weights take {reserved / GIB:.1f} of the GPU's {total / GIB:.1f} "
+            f"GiB, of which this process may use {fraction:.0%} and {free / GIB:.1f} GiB are free, computing "
             f"takes {working / GIB:.2f} GiB, and {least} tokens of KV take {least * token / GIB:.2f} GiB; "
             "free memory, raise --memory-fraction, lower --token-budget or --max-rows, or take a smaller "
             "model or dtype"

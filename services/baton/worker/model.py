@@ -286,9 +286,9 @@ def own_part(layout: PoolLayout, shard: Shard, device: torch.device) -> tuple[Po
     host share; and the heads of the rank in it, None: all."""
     if shard.size == 1:
         return layout, None
-    own = shard.kv_heads(layout.num_kv_heads)
-    held = shard.host_kv_heads(layout.num_kv_heads) if device.type == "cpu" else own
-    return layout.with_heads(held[1]), (own[0] - held[0], own[1])
+    head_range = shard.kv_heads(layout.num_kv_heads)
+    held = shard.host_kv_heads(layout.num_kv_heads) if device.type == "cpu" else head_range
+    return layout.with_heads(held[1]), (head_range[0] - held[0], head_range[1])
 
 
 LAYOUT_VERSION = 2

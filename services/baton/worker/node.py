@@ -343,7 +343,7 @@ class WorkerNode(WorkerShell[C]):
             load.problems.extend(self.problems(load))
             add_grammars(load, self.engine)
             if self.engine.images is not None and self._images is not None:
-                add_encoding(load, self.engine.images.counters, self._images.choice.own.cost)
+                add_encoding(load, self.engine.images.counters, self._images.choice.local.cost)
             self.engine.ranks.add_plans(load)
         return load
 

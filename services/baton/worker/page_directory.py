@@ -52,7 +52,7 @@ CLOSE_SECONDS = 10.0
 FOLDERS = 256
 """Named by the first byte of files' names."""
 PART = ".part"
-OWN = re.compile(r"\.?(?P<name>[0-9a-f]{64}-\d+)(?P<part>\.[0-9a-f.]+\.part)?")
+PAGE_FILE = re.compile(r"\.?(?P<name>[0-9a-f]{64}-\d+)(?P<part>\.[0-9a-f.]+\.part)?")
 """Names of files: finished and unfinished ones."""
 Report = Callable[[Callable[[], None]], None]
 """Has something called in the step thread."""
@@ -327,8 +327,8 @@ class PageDirectory:
         if path.is_symlink() or not path.is_dir():
             return found
         for entry in os.scandir(path):
-            own = OWN.fullmatch(entry.name)
-            if own is None or not own["name"].startswith(folder):
+            page_file = PAGE_FILE.fullmatch(entry.name)
+            if page_file is None or not page_file["name"].startswith(folder):
                 continue
             try:
                 stat = entry.stat(follow_symlinks=False)
@@ -336,7 +336,7 @@ class PageDirectory:
                 continue
             if not S_ISREG(stat.st_mode):
                 continue
-            if own["part"] is None:
+            if page_file["part"] is None:
                 found[entry.name] = (stat.st_size, stat.st_mtime)
             elif time.time() - stat.st_mtime > ABANDONED_SECONDS:
                 _discard(Path(entry.path))

@@ -79,17 +79,17 @@ class PagePeers:
         make_link: Callable[[str, PagePeer], PageLink],
         taker: Callable[[Any], PageTaker],
         *,
-        own: Sequence[str] = (),
+        configured: Sequence[str] = (),
         request_seconds: float,
         silence: float,
     ) -> None:
-        """`make_link`: a stream to a worker, not yet started. `taker`: in the node's core. `own`: workers
-        that are never forgotten. `request_seconds`: how long a request may last. `silence`: seconds without
-        an answer after which fetches fail."""
+        """`make_link`: a stream to a worker, not yet started. `taker`: in the node's core. `configured`:
+        workers that are never forgotten. `request_seconds`: how long a request may last. `silence`: seconds
+        without an answer after which fetches fail."""
         self._node = node
         self._make_link = make_link
         self._taker = taker
-        self._own = frozenset(own)
+        self._configured = frozenset(configured)
         self._forget_seconds = request_seconds + FORGET_SECONDS
         self._silence = max(silence / 2, silence - 2 * HEARTBEAT_SECONDS)
         self._peers: dict[str, PagePeer] = {}
@@ -118,7 +118,7 @@ class PagePeers:
         accumulate."""
         oldest = self._node.clock() - self._forget_seconds
         for address, peer in list(self._peers.items()):
-            if peer.named < oldest and address not in self._own:
+            if peer.named < oldest and address not in self._configured:
                 del self._peers[address]
                 self._node.spawn(peer.close(), f"leave {address}")
                 self._tell_forgotten(address)

@@ -98,8 +98,8 @@ def byte_pool(
             _log.warning("pages travel over grpc, not through shared memory", error=str(error))
     elif "grpc" not in kinds:
         raise SegmentError("--transports must name shm or grpc: these pages travel by no other")
-    own = segment.pages if segment is not None else np.empty(num_pages * page_bytes, np.uint8).data
-    pages = HostPages(own, page_bytes)
+    memory = segment.pages if segment is not None else np.empty(num_pages * page_bytes, np.uint8).data
+    pages = HostPages(memory, page_bytes)
     return pages.rows(), PublishedPool(pages, _where(segment, num_pages), segment, None, kinds)
 
 
@@ -130,8 +130,8 @@ def join_parts(published: PublishedPool, others: Sequence[common_pb2.CudaIpcPart
     pages.close()
     published.pages = whole = CudaPages(pages.pool, pages.num_pages, parts)
     if "cuda_ipc" in published.kinds:
-        own = export_part(pages.pool, 0)
-        published.cuda_ipc = _export(whole, published.segment, [own, *others])
+        exported = export_part(pages.pool, 0)
+        published.cuda_ipc = _export(whole, published.segment, [exported, *others])
 
 
 def _host_pool(

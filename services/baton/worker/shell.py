@@ -95,8 +95,8 @@ class WorkerShell(Generic[C]):
 
     def has_drafts_of(self, peer: prefill_pb2.PrefillHello | prefill_pb2.PrefillWelcome) -> bool:
         """Whether the peer's drafter has the same pages as the one here."""
-        own = self.draft_layout
-        return own is not None and peer.HasField("draft_layout") and peer.draft_layout == own
+        layout = self.draft_layout
+        return layout is not None and peer.HasField("draft_layout") and peer.draft_layout == layout
 
     def make_core(self, cache: KvCacheManager) -> C:
         raise NotImplementedError

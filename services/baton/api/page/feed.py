@@ -35,7 +35,7 @@ class Feed:
     def __init__(self, gateway: Gateway, address: str, needs_key: bool) -> None:
         """address: the gateway's own. needs_key: clients of its API must show one."""
         self._gateway = gateway
-        self._own = WatchedProcess("gateway", address)
+        self._gateway_process = WatchedProcess("gateway", address)
         self._needs_key = needs_key
         self._window = Window(gateway.metrics)
         self._points: deque[list[float | None]] = deque(maxlen=int(KEPT_SECONDS / SAMPLE_SECONDS))
@@ -133,10 +133,13 @@ class Feed:
 
     def _make(self, *, whole: bool) -> Json:
         gateway = self._gateway
-        own = self._own
-        own.info, own.load = gateway.info(), gateway.load()
-        own.info.pid, own.info.version = self._process.pid, baton.__version__
-        own.resident_bytes, own.health = self._process.memory_info().rss, health_of(own.load)
+        this = self._gateway_process
+        this.info, this.load = gateway.info(), gateway.load()
+        this.info.pid, this.info.version = self._process.pid, baton.__version__
+        this.resident_bytes, this.health = (
+            self._process.memory_info().rss,
+            health_of(this.load),
+        )
         others = list(self._processes)
         points = list(self._points)
         model = gateway.model_or_last()
@@ -148,18 +151,18 @@ class Feed:
             "needs_key": self._needs_key,
             "targets": {"ttft": gateway.metrics.ttft_target, "itl": gateway.metrics.itl_target},
             "totals": {
-                "running": own.load.requests,
-                "finished": own.load.finished,
-                "failed": own.load.failed,
-                "cancelled": own.load.cancelled,
+                "running": this.load.requests,
+                "finished": this.load.finished,
+                "failed": this.load.failed,
+                "cancelled": this.load.cancelled,
                 "output_tokens": gateway.metrics.output_tokens.value,
-                "prompt_tokens": own.load.prompt_tokens,
-                "cached_tokens": own.load.cached_tokens,
+                "prompt_tokens": this.load.prompt_tokens,
+                "cached_tokens": this.load.cached_tokens,
             },
             "minute": frames.figures_json(self._window.figures(TILE_SECONDS)),
             "points": points if whole else points[len(points) - self._new_points :],
             "requests": self.requests.rows(whole=whole),
-            "processes": [frames.process_json(each) for each in (own, *others)],
+            "processes": [frames.process_json(each) for each in (this, *others)],
             "pools": {
                 each.address: None if each.pages is None else frames.pool_json(each.pages)
                 for each in others

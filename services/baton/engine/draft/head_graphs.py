@@ -211,12 +211,12 @@ class HeadGraphs:
         """The passes of a step; on buffers, so that a CUDA graph can hold it."""
         head, device = self._head, self._device
         rows, pairs = inputs.shape.rows, inputs.shape.pairs
-        places = torch.arange(pairs, device=device)
+        offsets = torch.arange(pairs, device=device)
         firsts = torch.arange(0, (rows + 1) * pairs, pairs, dtype=torch.int32, device=device)
         batch = self._batch(
             inputs.tokens,
             inputs.positions,
-            inputs.starts[:, None] + places,
+            inputs.starts[:, None] + offsets,
             inputs.tables,
             inputs.starts + pairs,
             firsts,
@@ -225,10 +225,10 @@ class HeadGraphs:
         states = states.index_select(0, firsts[:-1] + inputs.counts - 1)
         for depth in range(inputs.shape.drafts):
             keys = position_keys(inputs.seeds, inputs.behind + depth)
-            own = inputs.result[depth]
-            sample_by_temperature(head.logits(states), inputs.temperatures, keys, own)
+            sampled = inputs.result[depth]
+            sample_by_temperature(head.logits(states), inputs.temperatures, keys, sampled)
             if depth + 1 < inputs.shape.drafts:
-                tokens, at = own[:, 0].contiguous(), inputs.starts + inputs.counts + depth
+                tokens, at = sampled[:, 0].contiguous(), inputs.starts + inputs.counts + depth
                 positions = (inputs.behind + (depth - 1)).clamp(0, self._context - 1)
                 batch = self._batch(tokens, positions, at[:, None], inputs.tables, at + 1, None)
                 states = head.forward(tokens, states, batch)
@@ -291,8 +291,8 @@ class HeadGraphs:
             starts[i], counts[i], behind[i] = row.start, count, row.behind
             table[i, : len(row.pages)] = row.pages[: self._pages]
         if rows:
-            own = np.array([row.temperature for row in rows], np.float32)
-            temperatures.view(np.float32)[: len(rows)] = own
+            row_temperatures = np.array([row.temperature for row in rows], np.float32)
+            temperatures.view(np.float32)[: len(rows)] = row_temperatures
             all_seeds = np.array([row.seed for row in rows], np.uint64)
             seeds.view(np.int64)[: len(rows)] = seed_keys(all_seeds)
         self._static[: len(host)].copy_(host, non_blocking=True)

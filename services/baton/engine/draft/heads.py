@@ -364,11 +364,11 @@ class HeadDrafter(PagedDrafter):
         for work in works:
             tokens, request = work.state.sequence.tokens, work.state.sequence.request
             following = [tokens[position + 1] for position in work.positions]
-            own = work.positions, work.state.pairs, work.kv.tables[0]
+            row_state = work.positions, work.state.pairs, work.kv.tables[0]
             seed = work.state.sequence.seed
-            rows.append(HeadRow(following, *own, request.params.temperature, seed, len(tokens)))
-        flight = self._graphs.run(shape, rows, [work.hidden[0] for work in works])
-        for work, drafts, finite in zip(works, *flight.read(), strict=True):
+            rows.append(HeadRow(following, *row_state, request.params.temperature, seed, len(tokens)))
+        launched_step = self._graphs.run(shape, rows, [work.hidden[0] for work in works])
+        for work, drafts, finite in zip(works, *launched_step.read(), strict=True):
             state = work.state
             state.pairs += len(work.positions)
             state.last, state.behind = None, len(state.sequence.tokens)
@@ -406,24 +406,24 @@ class HeadDrafter(PagedDrafter):
             hidden = [hidden[i] for i in host.order]
         batch = Batch(tokens, at, self._attention.over(*parts))
         found = self._head.forward(tokens, torch.cat(list(hidden)), batch)
-        return found.index_select(0, to_device(host.wanted, device))
+        return found.index_select(0, to_device(host.logits_indices, device))
 
     def _rows(self, host: HostBatch, first: int, end: int, tokens: int, longest: int) -> AttentionRows:
         """Rows of a part of the batch."""
-        own = AttentionRows(host.rows[first:end], int(host.starts[first]), tokens, longest=longest)
+        attention_rows = AttentionRows(host.rows[first:end], int(host.starts[first]), tokens, longest=longest)
         if not self._paged:
-            return own
+            return attention_rows
         device, spare = self._pool.device, self._pool.num_pages
-        width = max(len(row.tables[0]) for row in own.host or ())
+        width = max(len(row.tables[0]) for row in attention_rows.host or ())
         tables = np.full((len(self._pool.layout.groups), end - first, width), spare, np.int32)
-        for i, row in enumerate(own.host or ()):
+        for i, row in enumerate(attention_rows.host or ()):
             for group, pages in enumerate(row.tables):
                 tables[group, i, : len(pages)] = pages
-        own.tables = to_device(tables, device).unbind(0)
-        own.lengths = to_device(host.lengths[first:end], device)
+        attention_rows.tables = to_device(tables, device).unbind(0)
+        attention_rows.lengths = to_device(host.lengths[first:end], device)
         if longest > 1:
-            own.starts = to_device(host.starts[first : end + 1] - host.starts[first], device)
-        return own
+            attention_rows.starts = to_device(host.starts[first : end + 1] - host.starts[first], device)
+        return attention_rows
 
 
 def _key(sequence: TokenSequence, tokens: int) -> tuple[Sequence[int], str]:

@@ -156,8 +156,8 @@ class StepTimes:
 
     def seen(self, drafted: bool, size: int) -> bool:
         """Whether the time of such a step has been seen lately."""
-        own = self._known.get((drafted and self._apart, _bucket(size)))
-        return own is not None and own[2] >= self._steps - TIMES_MEMORY
+        known = self._known.get((drafted and self._apart, _bucket(size)))
+        return known is not None and known[2] >= self._steps - TIMES_MEMORY
 
     def prompts(self, tokens: int) -> float:
         """What prompt tokens add to a step."""
@@ -264,9 +264,9 @@ class DraftLengths:
         those behind the first that have a chance below LEAST_CHANCE do not."""
         rows, kinds, given = zip(*drafts, strict=True)
         counts, most = np.array(given), max(given)
-        places = {kind: at for at, kind in enumerate(dict.fromkeys(kinds))}
-        known = np.array([[self._chance(kind, at) for at in range(most)] for kind in places])
-        known = known[[places[kind] for kind in kinds]] if len(places) > 1 else known
+        columns = {kind: at for at, kind in enumerate(dict.fromkeys(kinds))}
+        known = np.array([[self._chance(kind, at) for at in range(most)] for kind in columns])
+        known = known[[columns[kind] for kind in kinds]] if len(columns) > 1 else known
         right = np.array([row.rate.right for row in rows])
         seen = np.array([row.rate.seen for row in rows]) + KIND_WEIGHT
         chances = (right[:, None] + KIND_WEIGHT * known) / seen[:, None]

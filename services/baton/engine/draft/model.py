@@ -116,8 +116,8 @@ class ModelDrafter(PagedDrafter):
         return self.slots.lend(kv), len(kv.written)
 
     def room(self, sequence: TokenSequence, entries: int, tokens: int) -> DraftKv | None:
-        own = sequence.tokens[:entries]
-        return self.slots.take(None, entries, self._step, own, sequence.request.namespace)
+        prefix = sequence.tokens[:entries]
+        return self.slots.take(None, entries, self._step, prefix, sequence.request.namespace)
 
     def arrived(self, sequence: TokenSequence, kv: DraftKv, entries: int, tokens: int) -> None:
         if kv.slot < 0:
@@ -143,8 +143,8 @@ class ModelDrafter(PagedDrafter):
                 if most > depth
             ]
             launched.append(self._launch(rows, ()))
-        for plan, flight in launched:
-            for row, result in zip(plan.rows, self._runner.read(flight).rows, strict=True):
+        for plan, launched_step in launched:
+            for row, result in zip(plan.rows, self._runner.read(launched_step).rows, strict=True):
                 kv = sampling.get(row.slot)
                 if result.error is not None:
                     failed.add(row.slot)

@@ -22,7 +22,7 @@ def gated(gate, up, CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
 
 def gating(experts: Experts) -> dict[str, bool | float]:
     """Arguments of `gated`."""
-    own = experts.activation
-    if isinstance(own, ClampedSwiglu):
-        return {"CLAMPED": True, "ALPHA": own.alpha, "LIMIT": own.limit}
+    kind = experts.activation
+    if isinstance(kind, ClampedSwiglu):
+        return {"CLAMPED": True, "ALPHA": kind.alpha, "LIMIT": kind.limit}
     return {"CLAMPED": False, "ALPHA": 1.0, "LIMIT": 0.0}

@@ -123,7 +123,7 @@ def _exchange(
     start = tl.multiple_of(program * span, BLOCK)
     last = tl.multiple_of(tl.minimum(start + span, count), ALIGNED)
     round = tl.load(counters + program)
-    own = tl.load(buffers + RANK)
+    own_buffer = tl.load(buffers + RANK)
     limit = tl.where(tl.load(failed) == 0, limit, 0)
     while start < last:
         round += 1
@@ -133,7 +133,7 @@ def _exchange(
             if SUM or rank % RANKS == 0:
                 # Relative to `region`, of which the compiler knows that it is aligned.
                 place = HEADER + ((side + RANK) * PROGRAMS + program) * REGION
-                place = tl.multiple_of((tl.load(buffers + rank % RANKS) - own + place) // ITEM, 64)
+                place = tl.multiple_of((tl.load(buffers + rank % RANKS) - own_buffer + place) // ITEM, 64)
                 for at in range(start, end, BLOCK):
                     offsets = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
                     inside = (offsets < end) & (limit > 0)
@@ -198,7 +198,7 @@ def _sum_in_two(
     first = tl.multiple_of(program * span, BLOCK)
     last = tl.multiple_of(tl.minimum(first + span, count), ALIGNED)
     round = tl.load(counters + program)
-    own = tl.load(buffers + RANK)
+    own_buffer = tl.load(buffers + RANK)
     limit = tl.where(tl.load(failed) == 0, limit, 0)
     PIECE: tl.constexpr = REGION // ITEM
     SUMS: tl.constexpr = PIECE // 2  # of a region: parts lie before, sums behind
@@ -211,7 +211,7 @@ def _sum_in_two(
         start = first + step * PIECE
         end, part = _part(start, last, PIECE, RANKS, ALIGNED, BLOCK)
         for rank in tl.static_range(RANK + 1, RANK + RANKS):
-            place = (tl.load(buffers + rank % RANKS) - own + here + RANK * PROGRAMS * REGION) // ITEM
+            place = (tl.load(buffers + rank % RANKS) - own_buffer + here + RANK * PROGRAMS * REGION) // ITEM
             begin = tl.multiple_of(start + rank % RANKS * part, BLOCK)
             upto = tl.multiple_of(tl.minimum(begin + part, end), ALIGNED)
             for at in range(begin, upto, BLOCK):
@@ -238,7 +238,7 @@ def _sum_in_two(
                     total += value.to(total.dtype)
                 tl.store(x + offsets, total.to(item), mask=inside)
                 for rank in tl.static_range(RANK + 1, RANK + RANKS):
-                    place = tl.load(buffers + rank % RANKS) - own + here + RANK * PROGRAMS * REGION
+                    place = tl.load(buffers + rank % RANKS) - own_buffer + here + RANK * PROGRAMS * REGION
                     place = tl.multiple_of(place // ITEM + SUMS, 64)
                     sums = region + place + (offsets - begin)
                     tl.store(sums, total.to(item), mask=inside & (limit > 0))

@@ -176,7 +176,7 @@ def _decode(
     k = tl.load(keys + entry[:, None] + columns[None, :], mask=inside, other=0.0)
     v = tl.load(values + entry[:, None] + columns[None, :], mask=inside, other=0.0)
     entry = _entries(pages, first + BLOCK + offsets, last, page_stride, DIM, PAGE)
-    own = tl.load(pages + before // PAGE).to(tl.int64) * page_stride + (before % PAGE) * DIM
+    last_row = tl.load(pages + before // PAGE).to(tl.int64) * page_stride + (before % PAGE) * DIM
     if PDL:
         gdc_wait()
     member = tl.arange(0, GROUP_UP)
@@ -187,8 +187,8 @@ def _decode(
         scale = scale * tl.load(kv_scales + head)
 
     # The softmax begins with the row's own token, in the first part.
-    mine = tl.load(keys + own + columns, mask=columns < (split == 0) * DIM, other=0.0)
-    theirs = tl.load(values + own + columns, mask=columns < (split == 0) * DIM, other=0.0)
+    mine = tl.load(keys + last_row + columns, mask=columns < (split == 0) * DIM, other=0.0)
+    theirs = tl.load(values + last_row + columns, mask=columns < (split == 0) * DIM, other=0.0)
     score = capped(tl.sum(query.to(tl.float32) * mine.to(tl.float32)[None, :], 1) * scale, CAP)
     peak = tl.where(split == 0, score, -float("inf"))
     total = tl.zeros((GROUP_UP,), tl.float32) + tl.where(split == 0, 1.0, 0.0)

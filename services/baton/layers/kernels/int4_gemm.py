@@ -127,9 +127,9 @@ def _gemm(
     count: tl.constexpr = 1 if BK <= GROUP else BK // GROUP
     last: tl.constexpr = K // GROUP - 1
     n = column + tl.arange(0, BN)
-    own = tl.minimum(n, columns - 1)
-    here = own * (last + 1)
-    second = (columns + own) * (last + 1)
+    output = tl.minimum(n, columns - 1)
+    here = output * (last + 1)
+    second = (columns + output) * (last + 1)
     total = tl.zeros((BN, BM), tl.float32)
     up = tl.zeros((BN, BM), tl.float32)
     s = _groups(scale + here, start // GROUP, count, last)
@@ -156,7 +156,7 @@ def _gemm(
             up = awaited(tl.dot(others, tokens, up))
         total = awaited(tl.dot(values, tokens, total))
     if BIAS:
-        total += tl.load(bias + own).to(tl.float32)[:, None]
+        total += tl.load(bias + output).to(tl.float32)[:, None]
     if GATED:
         total = total / (1 + tl.exp(-total)) * up
     m = row + tl.arange(0, BM)

@@ -136,12 +136,12 @@ def _merge(partial, sums, out, pairs, splits, RANK: tl.constexpr, PDL: tl.conste
     total = tl.zeros((), tl.float32)
     result = tl.zeros((RANK,), tl.float32)
     for split in range(0, splits):
-        own = split * pairs + pair
-        score = tl.load(sums + own)
+        part = split * pairs + pair
+        score = tl.load(sums + part)
         if score > -float("inf"):
             highest = tl.maximum(peak, score)
             fade, weight = tl.exp2(peak - highest), tl.exp2(score - highest)
-            result = result * fade + tl.load(partial + own * RANK + columns) * weight
+            result = result * fade + tl.load(partial + part * RANK + columns) * weight
             total = total * fade + weight
             peak = highest
     tl.store(out + pair * RANK + columns, result / total)

@@ -84,17 +84,17 @@ def _absorb(
             position = tl.load(positions + token, mask=there, other=0)
             _turn(rope, position, source + PLAIN, target + RANK, there, ROTATED)
     else:
-        own = tl.program_id(0) * BLOCK + (job - HEADS * PARTS) * WRITTEN + tl.arange(0, WRITTEN)
-        owned = own < tokens
+        written = tl.program_id(0) * BLOCK + (job - HEADS * PARTS) * WRITTEN + tl.arange(0, WRITTEN)
+        owned = written < tokens
         wide = tl.arange(0, RANK)
         weight = tl.load(norm + wide).to(tl.float32)
         if PDL:
             gdc_wait()
-        at = tl.load(positions + own, mask=owned, other=0)
-        slot = tl.load(slots + own, mask=owned, other=0).to(tl.int64)
+        at = tl.load(positions + written, mask=owned, other=0)
+        slot = tl.load(slots + written, mask=owned, other=0).to(tl.int64)
         page = tl.load(tables + slot * table_stride + at // PAGE, mask=owned, other=0).to(tl.int64)
         entry = cache + page * page_stride + (at % PAGE) * WIDTH
-        latent = latents + own.to(tl.int64) * latent_stride
+        latent = latents + written.to(tl.int64) * latent_stride
         v = tl.load(latent[:, None] + wide[None, :], mask=owned[:, None], other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(v * v, 1) / RANK + eps)
         tl.store(entry[:, None] + wide[None, :], v * factor[:, None] * weight[None, :], mask=owned[:, None])

@@ -78,18 +78,18 @@ def _best(values: int) -> str:
     number of the best one after as many others as the last operand says. Keys are numbered from lane
     to lane; of equal ones the first is better. A round is two instructions across the warp; `tl.max`
     would take ten and shared memory."""
-    keys = [f"k{place}" for place in range(values)]
+    keys = [f"k{index}" for index in range(values)]
     lines = [f".reg .b32 {', '.join(keys)}, first, best, own, left;", ".reg .pred p;"]
-    lines += [f"mov.b32 {key}, ${place + 1};" for place, key in enumerate(keys)]
+    lines += [f"mov.b32 {key}, ${index + 1};" for index, key in enumerate(keys)]
     lines += [f"mov.b32 left, ${values + 1};", "mov.u32 first, %laneid;"]
     lines += [f"mul.lo.u32 first, first, {values};", "again_${:uid}:", "mov.b32 best, k0;"]
     lines += [f"max.s32 best, best, {key};" for key in keys[1:]]
     lines += ["redux.sync.max.s32 best, best, 0xffffffff;", "mov.b32 $0, 0x7fffffff;"]
-    for place, key in reversed(list(enumerate(keys))):
-        lines += [f"setp.eq.s32 p, {key}, best;", f"@p add.s32 $0, first, {place};"]
+    for index, key in reversed(list(enumerate(keys))):
+        lines += [f"setp.eq.s32 p, {key}, best;", f"@p add.s32 $0, first, {index};"]
     lines += ["redux.sync.min.s32 $0, $0, 0xffffffff;", "sub.s32 own, $0, first;"]
-    for place, key in enumerate(keys):
-        lines += [f"setp.eq.s32 p, own, {place};", f"@p mov.b32 {key}, 0x80000000;"]
+    for index, key in enumerate(keys):
+        lines += [f"setp.eq.s32 p, own, {index};", f"@p mov.b32 {key}, 0x80000000;"]
     lines += ["sub.s32 left, left, 1;", "setp.ge.s32 p, left, 0;", "@p bra again_${:uid};"]
     return "\n".join(["{", *lines, "}"])
 
@@ -111,10 +111,10 @@ def _key(logits, correction, e, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, CO
 
 
 @triton.jit
-def _nth(keys, place, VALUES: tl.constexpr, EXPERTS: tl.constexpr):
-    """`_best` of every warp: the expert after `place` better ones."""
+def _nth(keys, index, VALUES: tl.constexpr, EXPERTS: tl.constexpr):
+    """`_best` of every warp: the expert after `index` better ones."""
     constraints: tl.constexpr = "=&r" + ",r" * (VALUES + 1)
-    keys += (tl.zeros_like(keys[0]) + place,)
+    keys += (tl.zeros_like(keys[0]) + index,)
     found = tl.inline_asm_elementwise(_BEST[VALUES], constraints, keys, tl.int32, True, 1)
     return tl.minimum(tl.max(found, 0), EXPERTS - 1)
 
@@ -141,8 +141,8 @@ def chosen_expert(
     values: tl.constexpr = max(BLOCK // 32, 1)
     lane = tl.arange(0, num_threads()) % 32
     keys = ()
-    for place in tl.static_range(values):
-        keys += (_key(logits, correction, lane * values + place, EXPERTS, SIGMOID, CORRECTION),)  # type: ignore[assignment]
+    for index in tl.static_range(values):
+        keys += (_key(logits, correction, lane * values + index, EXPERTS, SIGMOID, CORRECTION),)  # type: ignore[assignment]
     expert = _nth(keys, tl.minimum(pair, TOP_K - 1), values, EXPERTS)
     if store:
         score, _ = _keyed(logits, logits, correction, EXPERTS, 1, EXPERTS, BLOCK, SIGMOID, False, False)
@@ -185,7 +185,7 @@ def _choose(
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     CORRECTION: tl.constexpr,
-    PLACES: tl.constexpr,
+    TOP_K_PADDED: tl.constexpr,
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -209,15 +209,15 @@ def _choose(
     rank, score = _ranked(score, key, BLOCK, TOP_K, SIGMOID, RENORMALIZE)
     e = tl.arange(0, BLOCK)
     # Scores that are no numbers have no ranks: each place gets an expert all the same.
-    place = tl.arange(0, PLACES)
-    chosen = rank[:, None] == place[None, :]
+    index = tl.arange(0, TOP_K_PADDED)
+    chosen = rank[:, None] == index[None, :]
     expert = tl.minimum(tl.sum(tl.where(chosen, e[:, None], 0), 0), EXPERTS - 1)
     weight = tl.sum(tl.where(chosen, score[:, None], 0.0), 0) * scale
-    at = row * TOP_K + place
-    tl.store(experts + at, expert, mask=place < TOP_K)
-    tl.store(weights + at, weight, mask=place < TOP_K)
+    at = row * TOP_K + index
+    tl.store(experts + at, expert, mask=index < TOP_K)
+    tl.store(weights + at, weight, mask=index < TOP_K)
     if COUNT:
-        tl.atomic_add(counts + expert, 1, mask=place < TOP_K, sem="relaxed")
+        tl.atomic_add(counts + expert, 1, mask=index < TOP_K, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -238,7 +238,7 @@ def _sort(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    own = tl.program_id(0)
+    this_expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     if COUNTED:
         count = tl.load(counts + bins, mask=bins < EXPERTS, other=0)
@@ -250,24 +250,24 @@ def _sort(
             count += tl.histogram(tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS), BINS)
         count = tl.where(bins < EXPERTS, count, 0)
     tiles = (count + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(bins < own, tiles, 0), 0)
-    own_count = tl.sum(tl.where(bins == own, count, 0), 0)
-    own_tiles = tl.sum(tl.where(bins == own, tiles, 0), 0)
-    if own == EXPERTS - 1:
+    first = tl.sum(tl.where(bins < this_expert, tiles, 0), 0)
+    own_count = tl.sum(tl.where(bins == this_expert, count, 0), 0)
+    own_tiles = tl.sum(tl.where(bins == this_expert, tiles, 0), 0)
+    if this_expert == EXPERTS - 1:
         tl.store(num_tiles, first + own_tiles)
     for start in range(0, own_tiles, 64):
         at = start + tl.arange(0, 64)
-        tl.store(tile_experts + first + at, tl.zeros((64,), tl.int32) + own, mask=at < own_tiles)
-    place = order + first * ROWS
+        tl.store(tile_experts + first + at, tl.zeros((64,), tl.int32) + this_expert, mask=at < own_tiles)
+    padded = order + first * ROWS
     found = tl.full((), 0, tl.int32)
     if own_count > 0:
         for start in range(0, pairs, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            mine = (tl.load(experts + at, mask=at < pairs, other=EXPERTS) == own).to(tl.int32)
-            tl.store(place + found + tl.cumsum(mine, 0) - 1, at, mask=mine > 0)
+            mine = (tl.load(experts + at, mask=at < pairs, other=EXPERTS) == this_expert).to(tl.int32)
+            tl.store(padded + found + tl.cumsum(mine, 0) - 1, at, mask=mine > 0)
             found += tl.sum(mine, 0)
     padding = own_count + tl.arange(0, ROWS)
-    tl.store(place + padding, tl.zeros((ROWS,), tl.int32) + pairs, mask=padding < own_tiles * ROWS)
+    tl.store(padded + padding, tl.zeros((ROWS,), tl.int32) + pairs, mask=padding < own_tiles * ROWS)
 
 
 def choose(
@@ -299,7 +299,7 @@ def choose(
         **constants(router),
         PARTS=parts,
         BIAS=router.linear.bias is not None,
-        PLACES=triton.next_power_of_2(routing.top_k),
+        TOP_K_PADDED=triton.next_power_of_2(routing.top_k),
         COUNT=counts is not None,
         PDL=pdl,
         num_warps=4,

@@ -185,9 +185,9 @@ def _gate_up(
         n = left + tl.arange(0, BN)
         if BIAS:
             at = bias + top + tl.arange(0, BN)
-            own = tl.load(at, mask=n < COLUMNS, other=0.0).to(tl.float32)
+            bias_values = tl.load(at, mask=n < COLUMNS, other=0.0).to(tl.float32)
             more = tl.load(at + COLUMNS, mask=n < COLUMNS, other=0.0).to(tl.float32)
-            gate += own[:, None] if SWAP else own[None, :]
+            gate += bias_values[:, None] if SWAP else bias_values[None, :]
             up += more[:, None] if SWAP else more[None, :]
         y = gated(gate, up, CLAMPED, ALPHA, LIMIT)
         if EIGHT != "":  # a tile is a block
@@ -256,8 +256,8 @@ def _down(
         scale = tl.load(weights + pair, mask=there, other=0.0)
         n = left + tl.arange(0, BN)
         if BIAS:
-            own = tl.load(bias + top + tl.arange(0, BN), mask=n < COLUMNS, other=0.0).to(tl.float32)
-            y += own[:, None] if SWAP else own[None, :]
+            bias_values = tl.load(bias + top + tl.arange(0, BN), mask=n < COLUMNS, other=0.0).to(tl.float32)
+            y += bias_values[:, None] if SWAP else bias_values[None, :]
         # Part by part, as `gemm.add_norm` adds them up.
         row = (pair % TOP_K).to(tl.int64) * (pairs // TOP_K) + pair // TOP_K
         if SWAP:

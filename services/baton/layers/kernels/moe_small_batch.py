@@ -201,11 +201,11 @@ def _down(
             total += w * value[:, None, :]
     y = tl.sum(tl.sum(total, 2), 0)
     if EXPERT_BIAS:
-        for place in range(TOP_K):
-            mine, own_expert = on_this_rank(tl.load(experts + token * TOP_K + place), HELD)
+        for nth in range(TOP_K):
+            mine, own_expert = on_this_rank(tl.load(experts + token * TOP_K + nth), HELD)
             row_of = expert_bias + own_expert.to(tl.int64) * HIDDEN
             bias = tl.load(row_of + n, mask=mine & (n < HIDDEN), other=0.0).to(tl.float32)
-            y += bias * tl.load(weights + token * TOP_K + place)
+            y += bias * tl.load(weights + token * TOP_K + nth)
     target = out + token.to(tl.int64) * HIDDEN + n
     if ADD:
         y += tl.load(target, mask=n < HIDDEN, other=0.0).to(tl.float32)

@@ -46,11 +46,11 @@ def _penalize(
     row = tl.load(rows + place)
     x = tl.load(logits + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     if COUNTED:
-        own = tl.load(counted + row).to(tl.int64)
-        if own >= 0:
-            count = tl.load(counts + own * vocab + columns, mask=inside, other=0.0)
+        counts_row = tl.load(counted + row).to(tl.int64)
+        if counts_row >= 0:
+            count = tl.load(counts + counts_row * vocab + columns, mask=inside, other=0.0)
             occurred = count > 0
-            before = occurred | (tl.load(prompt + own * vocab + columns, mask=inside, other=0) > 0)
+            before = occurred | (tl.load(prompt + counts_row * vocab + columns, mask=inside, other=0) > 0)
             factor = tl.load(repetition + place)
             x = tl.where(before, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
             x = x - tl.load(frequency + place) * count

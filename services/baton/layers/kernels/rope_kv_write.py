@@ -22,14 +22,14 @@ def limited(x, most, value):
 
 
 @triton.jit
-def mark(damage, slot, x, mask):
-    """Makes `damage` NaN at the slot if one of x, float32, is infinite or no number. By its bits: where x is
-    a product, x - x may be contracted to what rounding took from it. Attention alone would not tell: where
+def mark(nan_flags, slot, x, mask):
+    """Makes `nan_flags` NaN at the slot if one of x, float32, is infinite or no number. By its bits: where x
+    is a product, x - x may be contracted to what rounding took from it. Attention alone would not tell: where
     FlashAttention 3 splits a row's keys, it leaves out parts without numbers."""
     exponent: tl.constexpr = 0x7F800000
-    at = damage + slot + tl.zeros_like(x).to(tl.int32)
-    damaged = (x.to(tl.int32, bitcast=True) & exponent) == exponent
-    tl.store(at, tl.full(x.shape, float("nan"), tl.float32), mask=mask & damaged)
+    at = nan_flags + slot + tl.zeros_like(x).to(tl.int32)
+    not_finite = (x.to(tl.int32, bitcast=True) & exponent) == exponent
+    tl.store(at, tl.full(x.shape, float("nan"), tl.float32), mask=mask & not_finite)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _write_qkv(
     turns,
     positions,
     slots,
-    damage,
+    nan_flags,
     tables,
     cache,
     kv_scales,
@@ -129,8 +129,8 @@ def _write_qkv(
     offset = (value * PAGE + position % PAGE) * DIM + (kv - value * KV_HEADS) * head_stride
     is_value = (value == 1)[:, None]
     if (tl.program_id(1) + 1) * HEAD_BLOCK > HEADS + KV_HEADS:
-        mark(damage, slot, low, mask & is_value)
-        mark(damage, slot, high, mask & is_value)
+        mark(nan_flags, slot, low, mask & is_value)
+        mark(nan_flags, slot, high, mask & is_value)
     if FP8:
         by = tl.load(kv_scales + kv, mask=(kv >= 0) & (kv < 2 * KV_HEADS), other=1.0)[:, None]
         low, high = low / by, high / by
@@ -141,7 +141,7 @@ def _write_qkv(
     if ROTARY < DIM:
         if NORM:
             tl.store(row + rest_at, rest, mask=beyond & query)
-        mark(damage, slot, rest, beyond & is_value)
+        mark(nan_flags, slot, rest, beyond & is_value)
         if FP8:
             rest = rest / by
         rest = limited(rest, most, is_value)
@@ -155,7 +155,7 @@ def write_qkv(
     rope: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    damage: torch.Tensor,
+    nan_flags: torch.Tensor,
     tables: torch.Tensor,
     cache: torch.Tensor,
     num_heads: int,
@@ -183,7 +183,7 @@ def write_qkv(
         positions if turns is None else turns,
         positions,
         slots,
-        damage,
+        nan_flags,
         tables,
         cache,
         rope if kv_scales is None else kv_scales,

@@ -40,16 +40,16 @@ def _gumbel(key, index):
 
 
 @triton.jit
-def _load(logits, changed, places, row, columns, vocab, stride, SPECIAL: tl.constexpr):
+def _load(logits, changed, row_index, row, columns, vocab, stride, SPECIAL: tl.constexpr):
     """float32; SPECIAL: of `changed` logits where the row has a place there. -inf behind the row's end."""
     inside = columns < vocab
-    place = tl.full((), -1, tl.int64)
+    changed_row = tl.full((), -1, tl.int64)
     x = tl.full(columns.shape, -float("inf"), tl.float32)
     if SPECIAL:
-        place = tl.load(places + row).to(tl.int64)
-        if place >= 0:
-            x = tl.load(changed + place * vocab + columns, mask=inside, other=-float("inf"))
-    if place < 0:
+        changed_row = tl.load(row_index + row).to(tl.int64)
+        if changed_row >= 0:
+            x = tl.load(changed + changed_row * vocab + columns, mask=inside, other=-float("inf"))
+    if changed_row < 0:
         x = tl.load(logits + row * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
     return x
 
@@ -67,7 +67,7 @@ def _masked(x, words, masked, row, columns, width, vocab):
 def _weigh(
     logits,
     changed,
-    places,
+    row_index,
     temperatures,
     tops,
     limits,
@@ -90,7 +90,7 @@ def _weigh(
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = _load(logits, changed, places, row, columns, vocab, stride, SPECIAL)
+    x = _load(logits, changed, row_index, row, columns, vocab, stride, SPECIAL)
     bad = tl.max((x != x).to(tl.int32), 1)
     if MASKED:
         bad = tl.maximum(bad, tl.max((x == float("inf")).to(tl.int32), 1))
@@ -111,7 +111,7 @@ def _weigh(
 def _choose(
     logits,
     changed,
-    places,
+    row_index,
     temperatures,
     keys,
     raw,
@@ -154,7 +154,7 @@ def _choose(
     group = tl.min(tl.where(score == tl.max(score, 0), every, groups), 0)
     group = tl.where(group < groups, group, 0)
     columns = group * GROUP + tl.arange(0, GROUP)
-    x = _load(logits, changed, places, row, columns, vocab, stride, SPECIAL)
+    x = _load(logits, changed, row_index, row, columns, vocab, stride, SPECIAL)
     if MASKED:
         x = _masked(x, words, masked, row, columns, width, vocab)
     if temperature > 0:
@@ -174,9 +174,9 @@ def _choose(
     tl.store(result + 2 * row, token)
     tl.store(result + 2 * row + 1, largest.to(tl.int32, bitcast=True))
     if COUNTED:
-        own = tl.load(counted + row).to(tl.int64)
-        if own >= 0:
-            count = counts + own * vocab + token
+        counts_row = tl.load(counted + row).to(tl.int64)
+        if counts_row >= 0:
+            count = counts + counts_row * vocab + token
             tl.store(count, tl.load(count) + 1)
 
 
@@ -186,7 +186,7 @@ class Special:
 
     changed: torch.Tensor
     """float32 [n, vocab]: logits after penalties, bias and the like."""
-    places: torch.Tensor
+    row_index: torch.Tensor
     """int32 [rows]: the row's place among these, or -1."""
     changed_rows: torch.Tensor
     """int64 [n]: their rows."""
@@ -231,9 +231,14 @@ def sample(
     raw = tops = temperatures
     words, masked = masks or (slots, slots)
     width = words.shape[1] if masks is not None else 0
-    changed, places, limits, counts = logits, slots, temperatures, None
+    changed, row_index, limits, counts = logits, slots, temperatures, None
     if special is not None:
-        changed, places, limits, counts = special.changed, special.places, special.limits, special.counts
+        changed, row_index, limits, counts = (
+            special.changed,
+            special.row_index,
+            special.limits,
+            special.counts,
+        )
         raw = tops = logits.amax(-1).float()
         if len(changed):
             tops = raw.index_copy(0, special.changed_rows, changed.amax(-1))
@@ -241,7 +246,7 @@ def sample(
             restrict(
                 logits,
                 changed,
-                places,
+                row_index,
                 tops[:, None],
                 temperatures,
                 special.top_k,
@@ -251,7 +256,7 @@ def sample(
     _weigh[(rows, triton.cdiv(groups, _GROUPS))](
         logits,
         changed,
-        places,
+        row_index,
         temperatures,
         tops,
         limits,
@@ -272,7 +277,7 @@ def sample(
     _choose[(rows,)](
         logits,
         changed,
-        places,
+        row_index,
         temperatures,
         keys,
         raw,

@@ -202,7 +202,7 @@ def _reach(
 def _limits(
     logits,
     changed,
-    places,
+    row_index,
     peaks,
     temperatures,
     top_k,
@@ -224,11 +224,20 @@ def _limits(
     if (temperature > 0) & (by_k | (p < 1.0)):
         others = tl.arange(0, BLOCKS_UP)
         peak = tl.max(tl.load(peaks + row * BLOCKS + others, mask=others < BLOCKS, other=-float("inf")), 0)
-        place = tl.load(places + row).to(tl.int64)
+        changed_row = tl.load(row_index + row).to(tl.int64)
         limit = tl.load(limits + row)
-        if place >= 0:
+        if changed_row >= 0:
             found = _limit(
-                changed + place * vocab, peak, temperature, vocab, k, p, by_k, held + row * HELD, BLOCK, HELD
+                changed + changed_row * vocab,
+                peak,
+                temperature,
+                vocab,
+                k,
+                p,
+                by_k,
+                held + row * HELD,
+                BLOCK,
+                HELD,
             )
         else:
             found = _limit(
@@ -295,7 +304,7 @@ def _limit(logits, peak, temperature, vocab, k, p, by_k, held, BLOCK: tl.constex
 def restrict(
     logits: torch.Tensor,
     changed: torch.Tensor,
-    places: torch.Tensor,
+    row_index: torch.Tensor,
     peaks: torch.Tensor,
     temperatures: torch.Tensor,
     top_k: torch.Tensor,
@@ -305,9 +314,10 @@ def restrict(
     """Lowers `limits` (float32 [rows]) to what top-k and then top-p keep: of a row with a temperature, tokens
     whose (peak - logit) / temperature is not larger.
 
-    logits: [rows, vocab]; changed: float32 [n, vocab], which stands for a row whose entry in `places` (int32
-    [rows]) is not -1; peaks: float32 [rows, blocks], whose maximum is the row's largest logit; temperatures,
-    top_p: float32 [rows]; top_k: int32 [rows], 0 keeps all. Tokens that tie with the last kept are kept.
+    logits: [rows, vocab]; changed: float32 [n, vocab], which stands for a row whose entry in `row_index`
+    (int32 [rows]) is not -1; peaks: float32 [rows, blocks], whose maximum is the row's largest logit;
+    temperatures, top_p: float32 [rows]; top_k: int32 [rows], 0 keeps all. Tokens that tie with the last kept
+    are kept.
     """
     rows, vocab = logits.shape
     blocks = peaks.shape[1]
@@ -315,7 +325,7 @@ def restrict(
     _limits[(rows,)](
         logits,
         changed,
-        places,
+        row_index,
         peaks,
         temperatures,
         top_k,

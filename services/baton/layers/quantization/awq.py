@@ -8,7 +8,7 @@ import torch
 
 from baton.layers.quantization.quantized_tensor import QuantizedTensor, unpack
 
-PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbours is in a word's first, second, ... four bits."""
 
 
@@ -25,11 +25,11 @@ class Awq:
         return [stored[1] * 8, stored[0]]
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-        codes = unpack(tensors["qweight"], 4, PLACES).t().contiguous()
+        codes = unpack(tensors["qweight"], 4, NIBBLE_ORDER).t().contiguous()
         group = codes.shape[1] if self.group < 0 else self.group
         scale = tensors["scales"].float().t().contiguous()
-        zero = unpack(tensors["qzeros"], 4, PLACES).float().t().contiguous()
-        wanted = (len(codes), -(-codes.shape[1] // group))
-        if scale.shape != wanted or zero.shape != wanted:
-            raise ValueError(f"scales {list(scale.shape)} and zeros {list(zero.shape)} instead of {wanted}")
+        zero = unpack(tensors["qzeros"], 4, NIBBLE_ORDER).float().t().contiguous()
+        expected = (len(codes), -(-codes.shape[1] // group))
+        if scale.shape != expected or zero.shape != expected:
+            raise ValueError(f"scales {list(scale.shape)} and zeros {list(zero.shape)} instead of {expected}")
         return QuantizedTensor(codes, scale, group, zero)

@@ -138,9 +138,9 @@ def _blocks_of_8_bits(
                         r[j] += u0 * d0 + u1 * d1 + u2 * d2 + u3 * d3
                         s[j] += v0 * d0 + v1 * d1 + v2 * d2 + v3 * d3
                 for m in range(count):
-                    total, own, scales = out[row + m, outputs], part[m], scale[block, g]
+                    total, sums, scales = out[row + m, outputs], part[m], scale[block, g]
                     for j in range(width):
-                        total[j] += own[j] * scales[j]
+                        total[j] += sums[j] * scales[j]
             row += count
 
 
@@ -193,8 +193,8 @@ def _blocks_of_4_bits(
                     inputs = np.float32(0)
                     for i in range(g * words * 8, (g + 1) * words * 8):
                         inputs += x[row + m, i]
-                    total, own = out[row + m, outputs], part[m]
+                    total, sums = out[row + m, outputs], part[m]
                     scales, leasts = scale[block, g], least[block, g]
                     for j in range(width):
-                        total[j] += own[j] * scales[j] + inputs * leasts[j]
+                        total[j] += sums[j] * scales[j] + inputs * leasts[j]
             row += count

@@ -53,9 +53,9 @@ class Fp8Blocks:
 
 def of_blocks(scale: torch.Tensor, shape: Sequence[int], rows: int, columns: int) -> torch.Tensor:
     """Scales of blocks as float32 [out, groups]. Raises ValueError."""
-    wanted = [-(-shape[0] // rows), -(-shape[1] // columns)]
-    if list(scale.shape) != wanted:
-        raise ValueError(f"scales of shape {list(scale.shape)} instead of {wanted}")
+    expected = [-(-shape[0] // rows), -(-shape[1] // columns)]
+    if list(scale.shape) != expected:
+        raise ValueError(f"scales of shape {list(scale.shape)} instead of {expected}")
     return scale.float().repeat_interleave(rows, 0)[: shape[0]]
 
 

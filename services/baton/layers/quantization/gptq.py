@@ -29,9 +29,9 @@ class Gptq:
         group = inputs if self.group < 0 else self.group
         scale = tensors["scales"].float().t().contiguous()
         zero = unpack(tensors["qzeros"], self.bits).float().t() + (1.0 if self._minus_one else 0.0)
-        wanted = (len(codes), -(-inputs // group))
-        if scale.shape != wanted or zero.shape != wanted:
-            raise ValueError(f"scales {list(scale.shape)} and zeros {list(zero.shape)} instead of {wanted}")
+        expected = (len(codes), -(-inputs // group))
+        if scale.shape != expected or zero.shape != expected:
+            raise ValueError(f"scales {list(scale.shape)} and zeros {list(zero.shape)} instead of {expected}")
         order = tensors["g_idx"].long() if "g_idx" in tensors else None
         if order is not None and not self.reordered:
             if not torch.equal(order, torch.arange(inputs) // group):
@@ -40,6 +40,6 @@ class Gptq:
         if self.reordered:
             if order is None:
                 raise ValueError("desc_act is true, and there is no g_idx")
-            if order.shape != (inputs,) or not 0 <= int(order.min()) <= int(order.max()) < wanted[1]:
+            if order.shape != (inputs,) or not 0 <= int(order.min()) <= int(order.max()) < expected[1]:
                 raise ValueError("g_idx does not name the group of each input")
         return QuantizedTensor(codes, scale, group, zero.contiguous(), order)

@@ -61,9 +61,9 @@ def share_outputs(
         kernel(*arguments, 0, outputs)
         return
     bounds = [outputs * part // threads for part in range(threads + 1)]
-    own, *others = pairwise(bounds)
+    mine, *others = pairwise(bounds)
     waiting = [_threads().submit(kernel, *arguments, *part) for part in others]
-    kernel(*arguments, *own)
+    kernel(*arguments, *mine)
     for each in waiting:
         each.result()
 

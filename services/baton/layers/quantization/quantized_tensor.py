@@ -103,13 +103,13 @@ class CheckpointFormat(Protocol):
         ...
 
 
-def unpack(words: torch.Tensor, bits: int, places: Sequence[int] | None = None) -> torch.Tensor:
+def unpack(words: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
     """int32 [rows, words] -> uint8 [rows, words * 32 / bits]: the numbers of `bits` bits in each word, lowest
     first; or with the number of place n at places[n]."""
     mask = (1 << bits) - 1
     parts = [((words >> shift) & mask).to(torch.uint8) for shift in range(0, 32, bits)]
-    if places is not None:
-        parts = [parts[list(places).index(place)] for place in range(len(parts))]
+    if order is not None:
+        parts = [parts[list(order).index(index)] for index in range(len(parts))]
     return torch.stack(parts, -1).flatten(-2)
 
 

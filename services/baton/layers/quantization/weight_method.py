@@ -182,11 +182,11 @@ def _four_bits(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Te
             zero = middle - mean / scale
             codes = _codes(values, scale, zero)
         error = (codes - zero).mul_(scale).sub_(values).square_().sum(2, keepdim=True)
-        own = [codes, scale, zero, error]
+        best = [codes, scale, zero, error]
         if found:
             better = error < found[3]
-            own = [torch.where(better, new, old) for new, old in zip(own, found, strict=True)]
-        found = own
+            best = [torch.where(better, new, old) for new, old in zip(best, found, strict=True)]
+        found = best
     codes, scale, zero, _ = found
     return codes.to(torch.uint8).flatten(1), scale[..., 0], zero[..., 0]
 
@@ -246,10 +246,10 @@ def _fill_together(several: Sequence[_Rows]) -> None:
     groups = [source.reshape(-1, group) for _, _, source, _ in several]
     merged = quantize(torch.cat(groups), 4, group)
     assert merged.zero is not None
-    sizes = [len(own) for own in groups]
+    sizes = [len(pieces) for pieces in groups]
     parts = (torch.split(each, sizes) for each in (merged.codes, merged.scale, merged.zero))
-    for (target, first, source, columns), *own in zip(several, *parts, strict=True):
-        codes, scale, zero = (each.reshape(len(source), -1) for each in own)
+    for (target, first, source, columns), *pieces in zip(several, *parts, strict=True):
+        codes, scale, zero = (each.reshape(len(source), -1) for each in pieces)
         target.fill(first, QuantizedTensor(codes, scale, group, zero), columns)
 
 

@@ -71,15 +71,15 @@ def forecast(
         if free > 0:
             free -= 1
             continue
-        own, wait = rates.seconds(sequence), soonest + ahead / max(1, rows)
-        late = MARGIN * wait + own - (sequence.request.deadline - now)
+        compute, wait = rates.seconds(sequence), soonest + ahead / max(1, rows)
+        late = MARGIN * wait + compute - (sequence.request.deadline - now)
         # A request whose client has tokens of any choice continues until its deadline. Others wait as one
         # sequence, so that no request is refused twice.
         begun = sequence.num_output or sequence.request.delivered
         if wait > 0 and late > 0 and not begun:
             result.refused.append((sequence, late))
         else:
-            ahead += own
+            ahead += compute
     if free <= 0:
         result.wait = soonest + ahead / max(1, rows)
     return result

@@ -152,8 +152,10 @@ class DecodeCore:
         local prefill, which the configuration may override. `announce`: the caller wants to know when the
         request is admitted."""
         limit = LOCAL_PREFILL_TOKENS if local_tokens is None else local_tokens
-        own = self.config.local_prefill_tokens
-        state = DecodeRequest(key, gateway, attempt, request, candidates, limit if own is None else own)
+        configured = self.config.local_prefill_tokens
+        state = DecodeRequest(
+            key, gateway, attempt, request, candidates, limit if configured is None else configured
+        )
         state.announce, state.sources = announce, sources
         self.unfinished[key] = state
         try:

@@ -24,7 +24,7 @@ class PrefillPeers(PagePeers):
             node,
             node.make_link,
             lambda core: core,
-            own=config.prefill,
+            configured=config.prefill,
             request_seconds=config.request_seconds,
             silence=config.handoff_seconds,
         )
@@ -37,7 +37,7 @@ class PrefillPeers(PagePeers):
             f"{address} ({peer.trouble})"
             for address, peer in self._peers.items()
             if not peer.usable.is_set()
-            and (address in self._own or peer.named >= recent)
+            and (address in self._configured or peer.named >= recent)
             and not peer.other_role
         ]
 

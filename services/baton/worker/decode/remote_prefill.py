@@ -97,15 +97,15 @@ class RemotePrefill:
         handoff = self._by_leader[leader] = Handoff(
             name=name,
             address=address,
-            heard=now,
+            last_seen=now,
             rows=self.scheduler.rows(len(leader.tokens)),
             begins=[group.spec.keeps(len(leader.tokens), cache.page_size) for group in cache.groups],
             # If the first token is also the last, the pages are not needed here.
-            wanted=leader.num_output + 1 < request.params.max_tokens,
+            pull_early=leader.num_output + 1 < request.params.max_tokens,
             leader=leader,
             tokens=len(leader.tokens),
         )
-        if self.drafts is not None and handoff.wanted and not request.images:
+        if self.drafts is not None and handoff.pull_early and not request.images:
             handoff.waits = self.drafts.expected_from(address)
         self.fetches.begin(handoff)
         params = replace(request.params, seed=leader.seed)

@@ -20,9 +20,9 @@ ENOUGH_SECONDS = 0.1
 class EncodeChoice:
     """Pure. Without measured times of both, the encode node is chosen."""
 
-    def __init__(self, own: PullMeter) -> None:
-        """`own`: of batches that are encoded here."""
-        self.own = own
+    def __init__(self, local: PullMeter) -> None:
+        """`local`: of batches that are encoded here."""
+        self.local = local
         self.pulls = PullMeter()
         """Pulls of embeddings from all encode nodes."""
         self.queued = 0
@@ -33,9 +33,9 @@ class EncodeChoice:
     def in_place(self, tokens: int, queued: int, cost: PullCost | None) -> bool:
         """Whether an image of so many tokens is encoded here. `queued`: tokens that wait at the encode node,
         `cost`: of its batches."""
-        if self.own.cost is None or cost is None:
+        if self.local.cost is None or cost is None:
             return False
-        here = self.own.cost.seconds(self.queued + tokens)
+        here = self.local.cost.seconds(self.queued + tokens)
         there = cost.seconds(queued + tokens)
         if self.pulls.cost is not None:
             there += self.pulls.cost.seconds(tokens)

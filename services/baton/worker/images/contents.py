@@ -66,16 +66,16 @@ class ImageContents:
         self, images: Sequence[ImageSpan], source: ImageSource, seconds: float, asker: Asker = NOBODY
     ) -> dict[bytes, ImageContent]:
         """By digest. Raises BatonError."""
-        wanted = {image.digest: image for image in images}
-        need = sum(self._bytes(image, source) for image in wanted.values())
+        by_digest = {image.digest: image for image in images}
+        need = sum(self._bytes(image, source) for image in by_digest.values())
         if need > self._room:
             text = f"the images have {need} bytes of pixels; this node takes {self._room} at a time"
             raise exhausted(text, "TOO_MANY_IMAGES")
         try:
             async with asyncio.timeout(seconds):
-                found, tasks = await self._begin(list(wanted.values()), source, asker)
+                found, tasks = await self._begin(list(by_digest.values()), source, asker)
                 for digest, task in tasks.items():
-                    found[digest] = self._check(await asyncio.shield(task), wanted[digest])
+                    found[digest] = self._check(await asyncio.shield(task), by_digest[digest])
         except TimeoutError:
             raise deadline_exceeded(f"images did not come within {seconds:g} s") from None
         return found

@@ -103,7 +103,7 @@ class EncoderClient:
         return None
 
     async def _sooner_here(self, address: str, image: ImageSpan) -> bool:
-        if self.choice.own.cost is None:
+        if self.choice.local.cost is None:
             return False
         stub = node_pb2_grpc.NodeStub(await self._channels.to(address))
         try:

@@ -31,7 +31,7 @@ class ImageRequests:
         assert engine.images is not None
         images = engine.images
         choice = EncodeChoice(engine.encoding)
-        images.counters.timed = choice.own.add
+        images.counters.timed = choice.local.add
         encoders = EncoderClient(
             dial, images.tower, engine.tower, engine.device, engine.kinds, node.recorder, choice
         )

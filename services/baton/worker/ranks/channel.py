@@ -48,10 +48,10 @@ class Channel:
     """One end; a thread may send while another receives. `seconds`: longest wait until a message is taken, or
     for its rest once it has begun."""
 
-    def __init__(self, own: socket.socket, seconds: float) -> None:
-        own.setblocking(False)
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
-        self._socket = own
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+        self._socket = connection
         self._seconds = seconds
         self._lock = threading.Lock()
         """OpenSSL's connections serve one thread at a time."""
@@ -154,8 +154,8 @@ class Channel:
 
     def end(self) -> None:
         """Both sides read nothing more: wakes a thread that waits for a message."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._socket.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._socket.fileno())) as copy:
+            copy.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

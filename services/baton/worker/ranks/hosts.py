@@ -128,7 +128,7 @@ def join_master(setup: Setup) -> tuple[Channel, Channel | None, Setup]:
     pages = None
     if shard.first_of_host:
         pages = join(host, port, cluster, Join(shard.rank, PAGES, settings, cluster.secret)).channel
-    joined = msgspec.structs.replace(setup, rendezvous=plans.store, address=plans.own)
+    joined = msgspec.structs.replace(setup, rendezvous=plans.store, address=plans.own_address)
     return plans.channel, pages, joined
 
 

@@ -165,18 +165,18 @@ class Ranks:
         self._plan_times = ranked.plan_times
         return ranked
 
-    def pages(self, own: PageStore, layout: PoolLayout) -> PageStore:
-        """Whole pages of the worker. `own`: of this host; `layout`: of all heads."""
+    def pages(self, local: PageStore, layout: PoolLayout) -> PageStore:
+        """Whole pages of the worker. `local`: of this host; `layout`: of all heads."""
         if self.shard.hosts == 1:
-            return own
-        assert isinstance(own, HostPages)
+            return local
+        assert isinstance(local, HostPages)
         others = []
         for host, channel in self._pages.items():
             other = RemotePart(self._part(host, layout), channel)
             if self.followers is not None:
                 other.lost = partial(self.followers.lose, host * self.shard.per_host)
             others.append(other)
-        return PagesOfHosts(layout.page_bytes, own, self._part(0, layout), others)
+        return PagesOfHosts(layout.page_bytes, local, self._part(0, layout), others)
 
     def parts(self) -> list[common_pb2.CudaIpcPart]:
         """Parts of the other ranks' pools on GPUs."""

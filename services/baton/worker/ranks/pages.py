@@ -97,10 +97,10 @@ class RemotePart:
 class PagesOfHosts:
     """A `PageStore` of whole pages."""
 
-    def __init__(self, page_bytes: int, own: HostPages, part: Part, others: Sequence[RemotePart]) -> None:
-        """`part`: this host's, which `own` holds; together with those of `others` it covers a page."""
-        self.page_bytes, self.num_pages = page_bytes, own.num_pages
-        self.own, self.part, self.others = own, part, others
+    def __init__(self, page_bytes: int, local: HostPages, part: Part, others: Sequence[RemotePart]) -> None:
+        """`part`: this host's, which `local` holds; together with those of `others` it covers a page."""
+        self.page_bytes, self.num_pages = page_bytes, local.num_pages
+        self.local, self.part, self.others = local, part, others
 
     def reader(self) -> PageReader:
         return _Reader(self)
@@ -115,7 +115,7 @@ class PagesOfHosts:
 
 class _Reader:
     def __init__(self, pages: PagesOfHosts) -> None:
-        self._own = pages.own
+        self._local = pages.local
         self._page = bytearray(pages.page_bytes)
         self._part = pages.part
         self._pieces: list[tuple[RemotePart, int, int]] = []
@@ -138,7 +138,7 @@ class _Reader:
             for other, first, end in self._pieces
         ]
         whole = memoryview(self._page)
-        whole[self._part.first : self._part.end] = await self._own.read(page)
+        whole[self._part.first : self._part.end] = await self._local.read(page)
         for (_, first, end), data in zip(self._pieces, await asyncio.gather(*asked), strict=True):
             whole[first:end] = data
         return whole
@@ -146,14 +146,14 @@ class _Reader:
 
 class _Writer:
     def __init__(self, pages: PagesOfHosts) -> None:
-        self._own, self._part, self._others = pages.own.writer(), pages.part, pages.others
+        self._local, self._part, self._others = pages.local.writer(), pages.part, pages.others
         self._running: list[Future[memoryview]] = []
 
     def write(self, page: int, offset: int, data: bytes) -> None:
         end = offset + len(data)
         first, last = self._part.overlap(offset, end)
         if first < last:
-            self._own.write(page, first - self._part.first, data[first - offset : last - offset])
+            self._local.write(page, first - self._part.first, data[first - offset : last - offset])
         for other in self._others:
             first, last = other.part.overlap(offset, end)
             if first < last:
@@ -178,8 +178,8 @@ def serve_pages(channel: Channel, memory: memoryview, page_bytes: int) -> None:
         kind, page, offset, count = _REQUEST.unpack_from(request)
         if page >= num_pages or offset + count > page_bytes or kind not in (READ, WRITE, FLUSH):
             raise ChannelError(f"{count} bytes at {offset} of page {page} were asked for")
-        place = memory[page * page_bytes + offset :][:count]
+        target = memory[page * page_bytes + offset :][:count]
         if kind == WRITE:
-            place[:] = request[_REQUEST.size :]
+            target[:] = request[_REQUEST.size :]
         else:
-            channel.send_bytes(bytes(place))
+            channel.send_bytes(bytes(target))

@@ -30,7 +30,7 @@ class RowMessage(msgspec.Struct, array_like=True, gc=False):
     sample: Table | None
     """None: the slot itself."""
     tokens: Table | None = None
-    wanted: int | None = None
+    num_prompt_logprobs: int | None = None
     """How many log-probabilities of the prompt."""
     pooled: bool = False
     drafts: Table = ()
@@ -110,10 +110,10 @@ class PlanEncoder:
         if tokens is not None and row.images:
             tokens = tuple(0 if is_placeholder(token) else token for token in tokens)
         images = [(image.start, image.rows, image.columns) for image in row.images]
-        wanted = None if row.prompt_logprobs is None else len(row.prompt_logprobs)
+        num_prompt_logprobs = None if row.prompt_logprobs is None else len(row.prompt_logprobs)
         pooled = row.pooling is not None
         more = row.drafts, row.ahead, row.replay, images
-        return row.slot, row.start, changes, row.sample, tokens, wanted, pooled, *more
+        return row.slot, row.start, changes, row.sample, tokens, num_prompt_logprobs, pooled, *more
 
     def _changed(self, row: PlanRow) -> list[tuple[int, Table]] | None:
         """How many of each table's first pages stay, and those that follow; None: all stay."""
@@ -166,7 +166,7 @@ class PlanDecoder:
             row.start,
             self._tables[row.slot] if row.changes is None else self._change(row.slot, row.changes),
             (row.slot,) if row.sample is None else row.sample,
-            prompt_logprobs=None if row.wanted is None else (0,) * row.wanted,
+            prompt_logprobs=None if row.num_prompt_logprobs is None else (0,) * row.num_prompt_logprobs,
             pooling=Pooling.LAST if row.pooled else None,
             drafts=row.drafts,
             replay=row.replay,

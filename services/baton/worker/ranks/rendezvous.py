@@ -180,26 +180,26 @@ class Master:
         while not self._closed:
             self._slots.acquire()  # each handshake ends in time; who comes meanwhile waits in the backlog
             try:
-                own, address = self._listener.accept()
+                connection, address = self._listener.accept()
             except OSError:  # closed; or for now, such as too many open files
                 self._slots.release()
                 time.sleep(RETRY_SECONDS)
                 continue
-            threading.Thread(target=self._handshake, args=(own, address[0]), daemon=True).start()
+            threading.Thread(target=self._handshake, args=(connection, address[0]), daemon=True).start()
 
-    def _handshake(self, own: socket.socket, peer: str) -> None:
+    def _handshake(self, connection: socket.socket, peer: str) -> None:
         try:
-            self._take(own, peer)
+            self._take(connection, peer)
         except (OSError, ValueError, msgspec.DecodeError, ChannelError) as error:
             _log.warning("a connection to the ranks' port was refused", peer=peer, error=str(error))
-            own.close()
+            connection.close()
         finally:
             self._slots.release()
 
-    def _take(self, own: socket.socket, peer: str) -> None:
+    def _take(self, connection: socket.socket, peer: str) -> None:
         """Raises OSError, ChannelError, msgspec.DecodeError, and ValueError for a rank that is refused."""
-        own.settimeout(HANDSHAKE_SECONDS)
-        channel = _channel(self._tls.wrap_socket(own, server_side=True))
+        connection.settimeout(HANDSHAKE_SECONDS)
+        channel = _channel(self._tls.wrap_socket(connection, server_side=True))
         try:
             join = msgspec.json.decode(channel.receive_bytes(HANDSHAKE_SECONDS), type=Join)
             problem = self._add(join, channel) if same(join.secret, self._secret) else OTHER_SECRET
@@ -230,7 +230,7 @@ class Master:
 class Joined:
     channel: Channel
     store: tuple[str, int]
-    own: str
+    own_address: str
     """This host's address towards rank 0's."""
 
 
@@ -246,28 +246,28 @@ def join(
         raise JoinError(error.message) from None
     while True:
         try:
-            own = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
+            connection = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
             break
         except OSError as error:
             if time.monotonic() > deadline:
                 raise JoinError(f"--master {address} cannot be reached: {error}") from None
         time.sleep(RETRY_SECONDS)
     try:
-        own.settimeout(TURN_SECONDS)
-        own = context.wrap_socket(own, server_hostname=tls.name or host)
-        return _introduce(own, what)
+        connection.settimeout(TURN_SECONDS)
+        connection = context.wrap_socket(connection, server_hostname=tls.name or host)
+        return _introduce(connection, what)
     except ssl.SSLCertVerificationError as error:
-        own.close()
+        connection.close()
         why = OTHER_SECRET if cluster.tls is None else f"its certificate is not valid: {error.verify_message}"
         raise JoinError(f"--master {address}: {why}") from None
     except (OSError, ChannelError, ValueError, msgspec.DecodeError) as error:
-        own.close()
+        connection.close()
         raise JoinError(f"--master {address}: {error}") from None
 
 
-def _introduce(own: socket.socket, what: Join) -> Joined:
-    name = str(own.getsockname()[0])
-    channel = _channel(own)
+def _introduce(connection: socket.socket, what: Join) -> Joined:
+    name = str(connection.getsockname()[0])
+    channel = _channel(connection)
     try:
         channel.send_bytes(msgspec.json.encode(what))
         answer = msgspec.json.decode(channel.receive_bytes(HANDSHAKE_SECONDS), type=Answer)
@@ -283,12 +283,12 @@ def _tls(cluster: ClusterCredentials) -> ClusterTls:
     return cluster.tls or tls_of_secret(cluster.secret)
 
 
-def _channel(own: socket.socket) -> Channel:
-    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _channel(connection: socket.socket) -> Channel:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE:
-        own.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Channel(own, SEND_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return Channel(connection, SEND_SECONDS)
 
 
 NAME = "ranks.baton"

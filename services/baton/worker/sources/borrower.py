@@ -70,7 +70,7 @@ class Borrowing(Fetch):
 
 
 @dataclass(slots=True, eq=False)
-class WantedPrompt:
+class PromptToBorrow:
     """What may still be borrowed for a request."""
 
     sources: list[PromptSource]
@@ -99,7 +99,7 @@ class Borrower:
         self._cache = scheduler.cache
         self._stats = stats
         self._recorder = recorder
-        self._wanted: dict[EngineRequest, WantedPrompt] = {}
+        self._wanted: dict[EngineRequest, PromptToBorrow] = {}
         self._meter = PullMeter()
         self._measured = 0.0
         """When something was last measured, on the recorder's clock."""
@@ -123,7 +123,7 @@ class Borrower:
         makes a name for what is asked for."""
         each = list({source.address: source for source in sources}.values())
         if each and self.able:
-            self._wanted[request] = WantedPrompt(each, next_name)
+            self._wanted[request] = PromptToBorrow(each, next_name)
             for source in each:
                 self.peers.setdefault(source.address, Peer(up=False, since=now))
 
@@ -174,8 +174,8 @@ class Borrower:
         if leader.awaits_pages:
             return True
         cached = self._scheduler.cached_pages(leader)
-        own, seconds = self._scheduler.promotable(leader, cached)
-        return own > cached and seconds <= self.cost.seconds((own - cached) * self._cache.page_size)
+        in_tier, seconds = self._scheduler.promotable(leader, cached)
+        return in_tier > cached and seconds <= self.cost.seconds((in_tier - cached) * self._cache.page_size)
 
     def _may_ask(self, source: PromptSource, peer: Peer) -> bool:
         same = peer.up and peer.incarnation == source.incarnation
@@ -201,13 +201,13 @@ class Borrower:
         return cost.token * (end - begin) + cost.pair * chunk_pairs(begin, end - begin)
 
     def _ask(
-        self, wanted: WantedPrompt, source: PromptSource, leader: Sequence, begin: int, end: int, now: float
+        self, wanted: PromptToBorrow, source: PromptSource, leader: Sequence, begin: int, end: int, now: float
     ) -> None:
         size, name = self._cache.page_size, wanted.next_name()
         borrowing = wanted.running = Borrowing(
             name=name,
             address=source.address,
-            heard=now,
+            last_seen=now,
             rows=0,
             begins=[],
             done=True,
