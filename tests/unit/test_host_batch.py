@@ -247,7 +247,7 @@ def test_rows_that_follow_unread_drafts(seed):
     assert lengths.tolist() == known.lengths.tolist()
     for name in ("order", "longest", "single"):
         assert getattr(host, name) == getattr(known, name)
-    for name in ("starts", "wanted", "depths", "slots", "token_slots"):
+    for name in ("starts", "logits_indices", "depths", "slots", "token_slots"):
         assert getattr(host, name).tolist() == getattr(known, name).tolist()
     assert host.follows == any(one.ahead for one in rows) and not known.follows
     # Should this step's sampling fail, no draft of it was right.
