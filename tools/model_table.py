@@ -342,7 +342,9 @@ def grouped(answered: Iterable[tuple[str, Verdict]]) -> Iterator[str]:
         groups.setdefault(f"{found.by}: {why}" if why else found.by, {})[architecture] = None
     for words, names in groups.items():
         if names:
-            line = f"- **{words}**: " + ", ".join(f"`{name}`" for name in names)
+            many = words.startswith(REFUSED) and len(names) > 3  # doctor says which
+            listed = str(len(names)) if many else ", ".join(f"`{name}`" for name in names)
+            line = f"- **{words}**: {listed}"
             yield from textwrap.wrap(line, 140, subsequent_indent="  ", break_long_words=False)
 
 
