@@ -48,7 +48,7 @@ def noise(generator, *shape):
     return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
 
 
-def save_eagle3(path):
+def save_eagle3(path, vocab=VOCAB):
     generator = torch.Generator().manual_seed(3)
     layer = {
         "self_attn.q_proj": (HIDDEN, 2 * HIDDEN),
@@ -63,8 +63,8 @@ def save_eagle3(path):
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         tensors[f"midlayer.{name}.weight"] = torch.ones(HIDDEN)
     tensors |= {"fc.weight": noise(generator, HIDDEN, 3 * HIDDEN), "norm.weight": torch.ones(HIDDEN)}
-    tensors["lm_head.weight"] = noise(generator, VOCAB // 4, HIDDEN)
-    tensors["d2t"] = torch.arange(VOCAB // 4) * 3
+    tensors["lm_head.weight"] = noise(generator, vocab // 4, HIDDEN)
+    tensors["d2t"] = torch.arange(vocab // 4) * 3
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -76,8 +76,8 @@ def save_eagle3(path):
         "num_hidden_layers": 1,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 1024,
-        "vocab_size": VOCAB,
-        "draft_vocab_size": VOCAB // 4,
+        "vocab_size": vocab,
+        "draft_vocab_size": vocab // 4,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     }
     return write(path, config, tensors)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from baton.handoff.messages import DraftsAnnounced
 from baton.worker.prefill.prompt_drafts import PromptDrafts
@@ -25,7 +26,10 @@ def test_a_drafter_that_fails_is_asked_nothing_more_and_prompts_go_on(fails):
             raise RuntimeError("out of memory")
 
     drafter = SimpleNamespace(
-        observe=lambda *_: called("observe"), fill=lambda _: called("fill"), slots=SimpleNamespace(cache=None)
+        observe=lambda *_: called("observe"),
+        fill=lambda _: called("fill"),
+        slots=SimpleNamespace(cache=None),
+        device=torch.device("cpu"),
     )
     outputs: list[Any] = []
     sequence = SimpleNamespace(retired=4)

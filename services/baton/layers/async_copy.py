@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -32,6 +34,22 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+@contextmanager
+def beside_steps(device: torch.device) -> Iterator[None]:
+    """On a GPU, work that follows on a step that has been read: it waits for no later one, and goes before it
+    where both are ready. Whoever wants its results waits for the stream."""
+    if device.type == "cpu":
+        yield
+    else:
+        with torch.cuda.stream(_beside(device)):
+            yield
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class Upload:

@@ -124,9 +124,6 @@ def load_drafter(
     pages. Blocks. Raises CheckpointError and BatonError."""
     if not config.draft_model:
         return None
-    if isinstance(config, PrefillConfig) and device.type != "cpu":
-        _log.warning("on a GPU nothing is computed of prompts for --draft: decode nodes draft without")
-        return None
     if config.draft_model == MTP:
         assert isinstance(target, Decoder)
         head = load_mtp(resolve(config.model), target, config.load_format)
@@ -169,6 +166,7 @@ def _model_drafter(
         context_length=context,
         token_budget=draft_config.token_budget,
         generations=made.generations,
+        device=device,
     )
     return made.loaded(drafter, model_fingerprint(draft_config, path, model, device))
 
@@ -216,8 +214,6 @@ def _pool(
     one = layout.pages(-(-context // layout.page_size))
     pages = max(one, min(config.max_rows * one, KV_BYTES // layout.page_bytes))
     _log.info("drafts by a model", model=config.draft_model or config.model, pages=pages)
-    if device.type != "cpu":
-        return _Pool(PagePool(layout, pages, device, spare=1), None)
     kinds = tuple(kind for kind in kinds if kind != "nixl")
     try:
         return _Pool(*make_pool(layout, pages, device, kinds, new_incarnation()))

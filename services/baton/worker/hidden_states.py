@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from baton.layers.async_copy import beside_steps
 from baton.layers.batch import FINAL
 from baton.rpc.errors import invalid
 from baton.v1 import node_pb2
@@ -31,14 +32,15 @@ def layers_from(layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def last_rows(hidden: torch.Tensor) -> torch.Tensor:
-    """[tokens, values] -> a copy of the last tokens, as many as there is room for in a message."""
+    """[tokens, values] -> on the host, the last tokens, as many as there is room for in a message."""
     rows = max(1, MOST_BYTES // (hidden.shape[1] * hidden.itemsize))
-    return hidden[-rows:].clone()
+    with beside_steps(hidden.device):
+        return hidden[-rows:].to("cpu", copy=True)
 
 
 def hidden_to(hidden: torch.Tensor) -> bytes:
     """What `last_rows` gave -> PrefillResponse's FirstTokens.hidden."""
-    return hidden.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return hidden.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,10 +81,13 @@ class HeadFlight:
     rows: int
     done: torch.cuda.Event | None
 
-    def read(self) -> tuple[list[list[int]], list[list[bool]]]:
-        """Drafts of each row, and whether their logits were finite. Waits for the device."""
+    def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
+
+    def read(self) -> tuple[list[list[int]], list[list[bool]]]:
+        """Drafts of each row, and whether their logits were finite. Waits for the device."""
+        self.wait()
         lanes = self.result.numpy()[:, : self.rows]
         finite = np.isfinite(lanes[..., 1].copy().view(np.float32))
         return lanes[..., 0].T.tolist(), finite.T.tolist()

@@ -59,7 +59,7 @@ class HeadDrafter(PagedDrafter):
         self.name, self.tap = head.name, head.tap
         self._head, self._pool = head, pool
         self._attention = ModelAttention(pool, head.heads, head.attention_options, *attention)
-        layout = pool.layout
+        layout, self.device = pool.layout, pool.device
         limits = max_slots, pool.num_pages, layout.page_size, len(layout.groups)
         self.slots = DraftKvSlots(*limits, generations)
         self._sampler = DraftSampler(max_slots, vocab_size, pool.device)
@@ -77,6 +77,10 @@ class HeadDrafter(PagedDrafter):
         self._going: list[tuple[HeadState, int]] = []
         """Those whose drafts `_flight` has, and how many they are."""
         self._flight: HeadFlight | None = None
+        self._written: torch.cuda.Event | None = None
+        """That single passes have written their keys and values; None on a CPU, where they have."""
+        if self.device.type == "cuda":
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._failed: Exception | None = None
         """What `follow` failed at."""
         self._waiting: dict[HeadState, None] = {}
@@ -231,6 +235,8 @@ class HeadDrafter(PagedDrafter):
                         budget -= len(work.positions)
             if works:
                 self._catch_up(works)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def lend(self, sequence: TokenSequence) -> tuple[BlockTable, int] | None:
         state, sequence.drafting = sequence.drafting, None
@@ -242,6 +248,11 @@ class HeadDrafter(PagedDrafter):
         return self.slots.lend(state.kv), state.pairs
 
     def room(self, sequence: TokenSequence, entries: int, tokens: int) -> DraftKv | None:
+        # Those that make room may have pages that the device still writes.
+        if self._flight is not None:
+            self._flight.wait()
+        if self._written is not None:
+            self._written.synchronize()
         following, namespace = _key(sequence, entries + 1 if entries == tokens - 1 else 0)
         return self.slots.take(None, entries, self._step, following, namespace, last=0)
 
@@ -367,8 +378,8 @@ class HeadDrafter(PagedDrafter):
             row_state = work.positions, work.state.pairs, work.kv.tables[0]
             seed = work.state.sequence.seed
             rows.append(HeadRow(following, *row_state, request.params.temperature, seed, len(tokens)))
-        launched_step = self._graphs.run(shape, rows, [work.hidden[0] for work in works])
-        for work, drafts, finite in zip(works, *launched_step.read(), strict=True):
+        flight = self._graphs.run(shape, rows, [work.hidden[0] for work in works])
+        for work, drafts, finite in zip(works, *flight.read(), strict=True):
             state = work.state
             state.pairs += len(work.positions)
             state.last, state.behind = None, len(state.sequence.tokens)
@@ -406,6 +417,8 @@ class HeadDrafter(PagedDrafter):
             hidden = [hidden[i] for i in host.order]
         batch = Batch(tokens, at, self._attention.over(*parts))
         found = self._head.forward(tokens, torch.cat(list(hidden)), batch)
+        if self._written is not None:
+            self._written.record()
         return found.index_select(0, to_device(host.logits_indices, device))
 
     def _rows(self, host: HostBatch, first: int, end: int, tokens: int, longest: int) -> AttentionRows:

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from typing import Any
 
+import torch
+
 from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots, slot_init
 from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan
 from baton.engine.request import Sequence as TokenSequence
 from baton.kvcache import BlockTable
+
+CPU = torch.device("cpu")
 
 
 class ModelDrafter(PagedDrafter):
@@ -30,11 +34,12 @@ class ModelDrafter(PagedDrafter):
         context_length: int,
         token_budget: int,
         generations: MutableSequence[int] | None = None,
+        device: torch.device = CPU,
     ) -> None:
         """`pages`: those of the runner's pool, of `groups` KV groups together, and their `generations`, where
         others see them; `context_length`: positions that the model knows; `token_budget`: known tokens that
         it computes in a step, at most. Sequences that it has not caught up with get no drafts."""
-        self._runner = runner
+        self._runner, self.device = runner, device
         self.slots = DraftKvSlots(runner.max_slots, pages, page_size, groups, generations)
         self._context, self._budget = context_length, token_budget
         self._step = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
+
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
 from baton.engine.request import Sequence as TokenSequence
@@ -16,6 +18,7 @@ class PagedDrafter(Drafter):
 
     computes = True
     slots: DraftKvSlots
+    device: torch.device
 
     # --- where prompts are computed: `observe`, `fill`, `lend` ---
 

@@ -11,6 +11,7 @@ from baton.engine.plan import StepResult
 from baton.engine.request import EngineRequest
 from baton.engine.step_builder import Step
 from baton.handoff.messages import DraftsAnnounced, GroupPages
+from baton.layers.async_copy import beside_steps
 
 if TYPE_CHECKING:
     from baton.worker.prefill.core import Attempt
@@ -36,15 +37,16 @@ class PromptDrafts:
                 continue
             self._due[attempt] = None
             if row.hidden is not None and not self.broken:
-                with self._guarded():
+                with self._guarded(), beside_steps(self._drafter.device):
                     self._drafter.observe(record.sequence, record.end - len(row.hidden), row.hidden)
 
     def compute(self) -> None:
-        """Waits for the device. To be called when what has been said of the step is on its way."""
+        """Waits for the device, but for no step. To be called when what has been said of the last step is on
+        its way."""
         due, self._due = list(self._due), {}
         if not self.broken:
             leaders = [each.request.sequences[0] for each in due]
-            with self._guarded():
+            with self._guarded(), beside_steps(self._drafter.device):
                 self._drafter.fill([(leader, leader.retired) for leader in leaders])
         for attempt in due:
             if attempt.complete_since is not None:

@@ -73,7 +73,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         stream = self.make_stream(hello.incarnation)
         stream.chunk_groups = hello.chunk_groups
         stream.drafts = self.has_drafts_of(hello)
-        if self.device == "cpu":  # no CUDA graph leaves any
+        if self.device == "cpu" or stream.drafts:  # a CUDA graph leaves those of its own drafter
             stream.hidden_layers = layers
         self.steps.call(lambda core, now: core.leases.connect(stream, now))
         return stream
