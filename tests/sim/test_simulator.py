@@ -24,7 +24,7 @@ from baton.sim.model import SimPool, reference
 from baton.sim.network import Network
 from baton.sim.run import run_many, run_scenario, run_seed
 from baton.sim.scenario import CALM_SECONDS, make_scenario
-from baton.sim.scenario_roles import make_role_scenario
+from baton.sim.scenario_roles import make_auto_scenario, make_role_scenario
 from baton.sim.scenario_tiers import REPEATED
 from baton.sim.transport import LATEST_FIRST_LOOK_SECONDS
 from baton.sim.world import Actor, Violation, World
@@ -62,6 +62,12 @@ def test_changes_of_role_break_no_rule_among_other_faults():
     assert sum(outcome.role_changes for outcome in outcomes) >= 12
     kinds = {fault.kind for seed in range(12) for fault in make_role_scenario(seed).faults}
     assert {"role", "crash", "cut", "stall"} <= kinds
+
+
+def test_gateways_that_change_roles_break_no_rule():
+    outcomes = [run_scenario(make_auto_scenario(seed)) for seed in range(24)]
+    assert not [str(outcome) for outcome in outcomes if outcome.failure]
+    assert sum(outcome.role_changes for outcome in outcomes) >= 6
 
 
 def test_figures_that_are_wrong_break_no_rule(monkeypatch):

@@ -29,10 +29,14 @@ class AutoRoles:
         router: Router,
         runtime: GatewayRuntime,
         metrics: GatewayMetrics,
+        bounds: RoleBounds | None = None,
+        every: float = LOOK_SECONDS,
     ) -> None:
-        bounds = RoleBounds(
+        """bounds: None: those of the configuration. every: seconds between two looks."""
+        bounds = bounds or RoleBounds(
             config.least_prefill, config.least_decode, config.role_seconds, config.role_pause_seconds
         )
+        self._every = every
         self._balance = RoleBalance(bounds)
         self._nodes = nodes
         self._router = router
@@ -47,7 +51,7 @@ class AutoRoles:
         """The last change that was made, and when."""
 
     def start(self) -> None:
-        self._timer = self._runtime.after(LOOK_SECONDS, self._look)
+        self._timer = self._runtime.after(self._every, self._look)
 
     def close(self) -> None:
         """A change that is under way goes on at its node."""

@@ -115,7 +115,10 @@ class SimCluster:
         else:
             peers = (tuple(self._decode), tuple(self._prefill))
             settings = self.scenario.gateway
-            self.processes[name] = SimGateway(self.network, name, life, self.ledger, settings, *peers)
+            gateway = SimGateway(self.network, name, life, self.ledger, settings, *peers)
+            if gateway.roles is not None:
+                gateway.roles.change_role = self._change_role_of
+            self.processes[name] = gateway
         process = self.processes[name]
         self._tell_roles(name)
         if isinstance(process, Worker):
@@ -132,6 +135,14 @@ class SimCluster:
                 if name in (gateway.name, worker.name):
                     told = partial(gateway.nodes.told_role, worker.name, worker.role)
                     self.world.at(rng.uniform(0.0, 1.0), gateway.loop, told)
+
+    def _change_role_of(self, worker: Worker[Any], seconds: float) -> bool:
+        """By a gateway. False: it keeps its role."""
+        if worker.draining or worker.ranks is not None or worker.host_tier is not None:
+            return False
+        assert isinstance(worker, SimPrefill | SimDecode)
+        self._change_role(Fault(self.world.now, "role", worker.name, seconds=seconds), worker)
+        return True
 
     def _change_role(self, fault: Fault, old: SimPrefill | SimDecode) -> None:
         """Follows worker.process: drains for a while, hands back, and once nothing is under way another

@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.config import GatewayConfig
+from baton.gateway.auto_roles import AutoRoles
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.prompts import GatewaySession
 from baton.gateway.request import GatewayRequest
 from baton.gateway.request_log import EndedRequest
 from baton.gateway.routing import RequestRouting
+from baton.gateway.runtime import Cancellable
 from baton.gateway.shell import RunningRequest
 from baton.rpc.errors import BatonError, from_status, unavailable
+from baton.sim.auto_roles import LOOK_SECONDS, SimAutoRoles
 from baton.sim.checks import Ledger, text_of
 from baton.sim.model import VOCAB
 from baton.sim.network import Network, SimLink
@@ -21,7 +24,7 @@ from baton.sim.process import SimProcess
 from baton.sim.scenario import GatewaySettings
 from baton.sim.scenario_requests import RequestSpec
 from baton.sim.tasks import sleep
-from baton.sim.virtual_gateway import VirtualGateway, VirtualTimer, VirtualTokenizer
+from baton.sim.virtual_gateway import VirtualGateway, VirtualTokenizer
 from baton.sim.worker import Worker
 from baton.sim.world import Violation
 from baton.tokenizer.vocabulary import Vocabulary
@@ -90,6 +93,13 @@ class SimGateway(SimProcess, VirtualGateway):
         self._ledger = ledger
         self.workers = (*decode, *prefill)
         self.names_sources = settings.sources
+        bounds = settings.auto_roles
+        self.roles = SimAutoRoles(self, bounds) if bounds is not None else None
+        if bounds is not None:
+            self.auto_roles = AutoRoles(
+                config, self.nodes, self.router, self, self.metrics, bounds, LOOK_SECONDS
+            )
+            self.auto_roles.start()
         self._requests: dict[int, GatewayRequest] = {}
         """By the number in the scenario, until they have ended."""
         for role, addresses in (("decode", decode), ("prefill", prefill)):
@@ -146,9 +156,16 @@ class SimGateway(SimProcess, VirtualGateway):
             role="decode", address=address, incarnation=host.incarnation, model=host.model_info
         )
 
-    def follow_load(self, address: str) -> VirtualTimer:
-        """Views of caches and loads are not simulated: the router knows what this gateway has sent."""
+    def follow_load(self, address: str) -> Cancellable:
+        """Views of caches are not simulated, and loads only where roles depend on them: the router knows what
+        this gateway has sent."""
+        if self.roles is not None:
+            return self.spawn(self.roles.follow(address), f"load of {address}")
         return self.after(0.0, lambda: None)
+
+    async def set_role(self, address: str, role: str, seconds: float) -> node_pb2.SetRoleResponse:
+        assert self.roles is not None
+        return await self.roles.set_role(address, role, seconds)
 
     def ended(
         self, request: RunningRequest, outcome: str, ended: EndedRequest, error: BatonError | None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from baton.config import DecodeConfig, PrefillConfig
+from baton.gateway.role_balance import RoleBounds
 from baton.sim.faults import Fault, draw_babbles, draw_faults, draw_hangs
 from baton.sim.model import ONE, POISONS, STATE, VOCAB, Windows, reference
 from baton.sim.process import Machine
@@ -49,6 +50,8 @@ class GatewaySettings:
     """Seconds of a pause after which the request fails."""
     sources: bool = False
     """Workers are named that may lend pages of prompts."""
+    auto_roles: RoleBounds | None = None
+    """None: it changes no worker's role."""
 
 
 @dataclass(frozen=True, slots=True)

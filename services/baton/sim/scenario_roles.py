@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from baton.gateway.role_balance import RoleBounds
 from baton.sim.faults import Fault
 from baton.sim.scenario import Scenario, make_scenario
 
@@ -24,14 +25,31 @@ def make_role_scenario(seed: int) -> Scenario:
         )
         for _ in range(rng.choice((2, 4, 8)))
     ]
+    faults = tuple(sorted([*scenario.faults, *changes], key=lambda fault: fault.at))
+    return replace(_able(scenario), faults=faults)
+
+
+def make_auto_scenario(seed: int) -> Scenario:
+    """The scenario of the seed, in which gateways change roles by queues; always the same one. No worker has
+    several ranks or a host tier, with which a simulated one would keep its role."""
+    scenario, rng = make_scenario(seed), random.Random(f"auto {seed}")
+    scenario = replace(
+        scenario,
+        prefill=tuple((c, replace(m, ranks=1, tier_rows=0, disk="")) for c, m in scenario.prefill),
+        decode=tuple((c, replace(m, ranks=1, tier_rows=0, disk="")) for c, m in scenario.decode),
+    )
+    bounds = RoleBounds(
+        lasting=rng.choice((0.1, 0.3)), pause=rng.choice((0.3, 1.0)), busy=0.01, calm=rng.choice((0.01, 0.1))
+    )
+    return replace(_able(scenario), gateway=replace(scenario.gateway, auto_roles=bounds))
+
+
+def _able(scenario: Scenario) -> Scenario:
+    """Any prefill node may have to decode, and thus to pull."""
     room = min(config.kv_tokens for config, _ in scenario.decode)
     pace = scenario.decode[0][1].pull_pace
-    return replace(
-        scenario,
-        # Any of them may have to decode, and thus to pull.
-        prefill=tuple(
-            (replace(c, kv_tokens=max(c.kv_tokens, room)), replace(m, pull_pace=m.pull_pace or pace))
-            for c, m in scenario.prefill
-        ),
-        faults=tuple(sorted([*scenario.faults, *changes], key=lambda fault: fault.at)),
+    prefill = tuple(
+        (replace(c, kv_tokens=max(c.kv_tokens, room)), replace(m, pull_pace=m.pull_pace or pace))
+        for c, m in scenario.prefill
     )
+    return replace(scenario, prefill=prefill)
