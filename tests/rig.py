@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from attention_rows import whole_sequence
 from baton.attention.fp8 import E4M3
-from baton.attention.registry import BACKENDS, resolve
+from baton.attention.registry import BACKENDS
+from baton.config import WorkerConfig
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import PlanRow
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
@@ -23,7 +24,7 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_pool import KvLayout, KvPool, PagePool
 from baton.models.loader import declared, load_model
-from baton.worker.model import kv_layout
+from baton.worker.model import attention_of, kv_layout
 
 VOCAB = 1000
 CONTEXT = 1024
@@ -100,10 +101,7 @@ def make(
     if kind in ("graphs", "eager", "invariant"):
         usual = "mixed/mixed"
         if kind == "invariant":
-            features = frozenset[str]().union(*(options.features for options in model.attention_options))
-            chosen, _ = resolve(
-                "auto", CUDA, model.dtype, {model.caches[0].head_dim}, features, invariant=True
-            )
+            (chosen, _), _ = attention_of(WorkerConfig(model=str(path), batch_invariant=True), model, CUDA)
             usual = f"{chosen.name}/{chosen.name}"
         prefill, decode = (BACKENDS[name] for name in (pair or usual).split("/"))
         runner = ModelRunner(

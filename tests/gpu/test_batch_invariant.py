@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from test_recurrent_on_gpu import FAMILIES
 
 from baton.engine.sampling_params import SamplingParams
 from baton.layers.linear import Linear
@@ -89,8 +91,16 @@ def assert_same(outputs, logits, want_outputs, want_logits):
         assert torch.equal(logits[key], want_logits[key]), key
 
 
-@pytest.mark.parametrize("shape", [SHAPE, {**SHAPE, "num_key_value_heads": 4}, {"head_dim": 64}])
-@pytest.mark.parametrize("page_size", [16, 64, 128])
+RECURRENT = [FAMILIES[name] for name in ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_size"),
+    [
+        *itertools.product([SHAPE, {**SHAPE, "num_key_value_heads": 4}, {"head_dim": 64}], [16, 64, 128]),
+        *itertools.product(RECURRENT, [16, 128]),
+    ],
+)
 def test_alone_in_a_batch_from_a_cache_and_by_other_chunks(tmp_path, shape, page_size):
     path = save_checkpoint(tmp_path, **shape)
     prompts = prompts_of(*LENGTHS)
@@ -115,10 +125,10 @@ def test_alone_in_a_batch_from_a_cache_and_by_other_chunks(tmp_path, shape, page
     assert_same(outputs[: len(requests)], found, alone, logits)
 
 
-@pytest.mark.parametrize("head_dim", [128, 64])
-def test_a_sequence_goes_on_from_its_own_output_as_a_prompt(tmp_path, head_dim):
+@pytest.mark.parametrize("shape", [SHAPE, {"head_dim": 64}, *RECURRENT])
+def test_a_sequence_goes_on_from_its_own_output_as_a_prompt(tmp_path, shape):
     """What was decoded token by token is computed as a chunk, as after a retraction: nothing changes."""
-    path = save_checkpoint(tmp_path, head_dim=head_dim)
+    path = save_checkpoint(tmp_path, **shape)
     (prompt,) = prompts_of(70)
     params = dataclasses.replace(GREEDY, max_tokens=40)
     (whole,), logits = run(path, [(prompt, params)])
@@ -128,6 +138,29 @@ def test_a_sequence_goes_on_from_its_own_output_as_a_prompt(tmp_path, head_dim):
     assert len(shared) >= 15
     for key in shared:
         assert torch.equal(found[key], logits[key]), key
+
+
+@pytest.mark.parametrize("shape", RECURRENT)
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 128, 129, 300])
+def test_what_is_cached_goes_on_as_if_it_were_computed(tmp_path, shape, length):
+    """From snapshots at the border before, and where a second and a third prompt diverge."""
+    path = save_checkpoint(tmp_path, **shape)
+    (shared,), ends = prompts_of(length, seed=3), prompts_of(40, 70, 9, seed=4)
+    params = dataclasses.replace(GREEDY, max_tokens=12)
+    runner, cache = make(path, "invariant", torch.bfloat16, num_pages=600)
+    for seed, end in enumerate(ends):
+        own = dataclasses.replace(params, seed=seed)
+        recorded = Recorded(runner)
+        (output,) = generate(runner, cache, [shared + end], [own])
+        runner.launch, runner._body.logits = recorded._launch, recorded._project
+        fresh, logits = run(path, [(shared + end, own)])
+        assert_same([output], recorded.logits, fresh, logits)
+
+
+def test_drafts_of_recurrent_models_are_refused(tmp_path):
+    path = save_checkpoint(tmp_path, **RECURRENT[0])
+    with pytest.raises(ValueError, match="drafts"):
+        make(path, "invariant", torch.bfloat16, draft_tokens=2)
 
 
 def test_without_the_mode_logits_do_differ(tmp_path):
@@ -148,13 +181,14 @@ def test_without_the_mode_logits_do_differ(tmp_path):
     assert keys and any(not torch.equal(found[0][key], found[1][key]) for key in keys)
 
 
-def test_no_product_is_the_librarys(tmp_path, monkeypatch):
+@pytest.mark.parametrize("shape", [SHAPE, *RECURRENT])
+def test_no_product_is_the_librarys(tmp_path, monkeypatch, shape):
     """The number of rows has a say in theirs, though not at sizes as small as here."""
 
     def refuse(*_):
         raise AssertionError("a product by the library")
 
-    path = save_checkpoint(tmp_path, **SHAPE)
+    path = save_checkpoint(tmp_path, **shape)
     monkeypatch.setattr(Linear, "__call__", refuse)
     monkeypatch.setattr(Linear, "into", refuse)
     params = dataclasses.replace(GREEDY, max_tokens=8)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import ClampedSwiglu, Experts, Mixture
+from baton.layers.moe import ClampedSwiglu, Experts, GatedExpert, Mixture
 from baton.layers.moe_routing import MoeGate, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.quantization.weight_method import QuantizedWeight, WeightMethod, WeightPlan
@@ -31,11 +31,13 @@ SHAPES = {
         {"correction": True, "float32": True},
     ),
     "large": (128, 8, 2048, 768, Routing(8), {}),
+    "qwen3.5": (256, 8, 2048, 512, Routing(8), {}),
     "gpt-oss": (16, 4, 360, 184, Routing(4), {"bias": True}),
 }
 
 
-def mixture_of(name, shared=False, dtype=torch.bfloat16, shard=ONE_RANK):
+def mixture_of(name, shared=False, dtype=torch.bfloat16, shard=ONE_RANK, gated=0):
+    """`gated`: inner values of a shared expert with a gate."""
     count, _, hidden, inner, routing, options = SHAPES[name]
     parameters = Parameters(dtype, CUDA, shard=shard)
     router = MoeGate(parameters, "gate", hidden, count, routing, **options)
@@ -43,6 +45,8 @@ def mixture_of(name, shared=False, dtype=torch.bfloat16, shard=ONE_RANK):
     activation = ClampedSwiglu(1.702, 1.0) if clamped else "silu"
     experts = Experts(parameters.under("experts"), count, hidden, inner, bias=clamped, activation=activation)
     own = GatedMlp(parameters.under("shared"), hidden, 2 * inner) if shared else None
+    if gated:
+        own = GatedExpert(parameters, "shared", hidden, gated)
     torch.manual_seed(count)
     for parameter in parameters.table.values():
         parameter.target.normal_(0, 1.5 / parameter.target.shape[-1] ** 0.5)
@@ -70,8 +74,11 @@ def reference(mixture, x):
             out = F.linear(inner, experts.down[expert].float(), experts.down_bias[expert].float())
         total.index_add_(0, token, out * weights[token, place][:, None])
     if mixture.shared is not None:
-        gate, up = F.linear(x.float(), mixture.shared.gate_up.weight.float()).chunk(2, -1)
-        total += F.linear(F.silu(gate) * up, mixture.shared.down.weight.float())
+        shared, share = mixture.shared, 1.0
+        if isinstance(shared, GatedExpert):
+            shared, share = shared.mlp, F.linear(x.float(), shared.gate.weight.float()).sigmoid()
+        gate, up = F.linear(x.float(), shared.gate_up.weight.float()).chunk(2, -1)
+        total += F.linear(F.silu(gate) * up, shared.down.weight.float()) * share
     nearby = [
         router.routing.choose(logits + 0.02 * torch.randn_like(logits), router.correction)[1]
         for _ in range(8)
@@ -105,6 +112,22 @@ def test_parts_equal_the_layer(name, shared, tokens):
     assert error(mixture(x), want) < 1.5e-2
 
 
+GATED = [("qwen3.5", 512), ("softmax", 128), ("odd", 40)]
+"""Shared experts with a gate: of the others' size, and of another one, by themselves then."""
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40, 300, 2500])
+@pytest.mark.parametrize(("name", "inner"), GATED)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_parts_with_a_gated_shared_expert(name, inner, tokens, invariant):
+    from baton.models.fused_mixture import FusedMixture
+
+    mixture, hidden = mixture_of(name, gated=inner)
+    x, want = clear_rows(mixture, tokens, hidden)
+    assert error(FusedMixture(mixture, invariant).parts(x).float().sum(0), want) < 1.5e-2
+    assert error(mixture(x), want) < 1.5e-2
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 40, 300, 2500])
 @pytest.mark.parametrize("name", SHAPES)
 def test_parts_of_ranks_with_whole_experts_add_up(name, tokens):
@@ -128,12 +151,17 @@ def test_parts_of_ranks_with_whole_experts_add_up(name, tokens):
     assert error(total, FusedMixture(whole).parts(x).float().sum(0)) < 1e-2
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
-def test_one_token(name, shared):
+@pytest.mark.parametrize(
+    ("name", "shared", "gated"),
+    [
+        *((name, shared, 0) for name in SHAPES for shared in (False, True)),
+        *((*each[:1], False, each[1]) for each in GATED),
+    ],
+)
+def test_one_token(name, shared, gated):
     from baton.models.fused_mixture import FusedMixture
 
-    mixture, hidden = mixture_of(name, shared)
+    mixture, hidden = mixture_of(name, shared, gated=gated)
     fused, norm, checked = FusedMixture(mixture), torch.rand(hidden, device=CUDA).bfloat16() + 0.5, 0
     for seed in range(30):
         torch.manual_seed(seed)
@@ -147,10 +175,11 @@ def test_one_token(name, shared):
     assert checked
 
 
-def test_invariant_rows_do_not_depend_on_others():
+@pytest.mark.parametrize("gated", [0, 768])
+def test_invariant_rows_do_not_depend_on_others(gated):
     from baton.models.fused_mixture import FusedMixture
 
-    mixture, hidden = mixture_of("large")
+    mixture, hidden = mixture_of("large", gated=gated)
     fused = FusedMixture(mixture, invariant=True)
     x = torch.randn(3000, hidden, device=CUDA).bfloat16()
     whole = fused.parts(x)

@@ -69,44 +69,84 @@ def filled(make, dtype):
     return module
 
 
+class Pool:
+    """States of rows in pages of any order, as kernels take them."""
+
+    def __init__(self, module, rows, seed=5):
+        self.rows = rows
+        order = torch.randperm(len(rows) * PAGES, generator=torch.Generator().manual_seed(seed)).tolist()
+        self.tables = [tuple(order[i * PAGES : (i + 1) * PAGES]) for i in range(len(rows))]
+        generator = torch.Generator().manual_seed(seed + 1)
+        self.states = [
+            torch.randn(len(order), *shape, generator=generator).to(DEVICE) for shape in module.cache.shapes
+        ]
+
+    def plan(self, spans):
+        """Rows of the step: (row, first position, tokens), those of one token first."""
+        return [PlanRow(row, (0,) * count, start, (self.tables[row],)) for row, start, count in spans]
+
+    def batch(self, module, spans, one_by_one):
+        rows = self.plan(spans)
+        alone = 0 if one_by_one else sum(row.count == 1 for row in rows)
+        pieces, starts = state_pieces(rows[alone:], alone, PAGE)
+        divided = torch.from_numpy(pieces).to(DEVICE), torch.from_numpy(starts).to(DEVICE)
+        positions = [torch.arange(row.start, row.start + row.count) for row in rows]
+        # Parts of larger tensors, as pages are.
+        tensors = [torch.nn.functional.pad(each.flatten(1), (3, 5)) for each in self.states]
+        tensors = [
+            each[:, 3 : 3 + own[0].numel()].view(own.shape)
+            for each, own in zip(tensors, self.states, strict=True)
+        ]
+        return Batch(
+            torch.zeros(0),
+            torch.cat(positions).int().to(DEVICE),
+            States([], []),
+            [StateCache(torch.tensor(self.tables).int().to(DEVICE), tensors, PAGE)],
+            torch.tensor([row.slot for row in rows for _ in range(row.count)]).int().to(DEVICE),
+            states=StateRows(alone, *divided, one_by_one),
+        )
+
+
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_outputs_and_states_are_those_of_the_torch_code(name, dtype):
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_outputs_and_states_are_those_of_the_torch_code(name, dtype, one_by_one):
     module = filled(MODULES[name], dtype)
-    order = torch.randperm(len(ROWS) * PAGES).tolist()
-    tables = [tuple(order[i * PAGES : (i + 1) * PAGES]) for i in range(len(ROWS))]
-    slots = torch.randperm(len(ROWS)).tolist()
-    rows = [PlanRow(slots[i], (0,) * count, start, (tables[i],)) for i, (start, count) in enumerate(ROWS)]
-    singles = sum(row.count == 1 for row in rows)
-    x = torch.randn(sum(row.count for row in rows), HIDDEN, device=DEVICE).to(dtype)
-    want_states = [torch.randn(len(order), *shape, device=DEVICE) for shape in module.cache.shapes]
-    got_states = [torch.nn.functional.pad(each.flatten(1), (3, 5)) for each in want_states]
-    got_states = [
-        each[:, 3 : 3 + want[0].numel()].view(want.shape)
-        for each, want in zip(got_states, want_states, strict=True)
-    ]
-    positions = torch.cat([torch.arange(row.start, row.start + row.count) for row in rows]).int()
-    token_slots = torch.tensor([row.slot for row in rows for _ in range(row.count)]).int()
+    pool = Pool(module, ROWS)
+    spans = [(row, start, count) for row, (start, count) in enumerate(ROWS)]
+    x = torch.randn(sum(count for _, count in ROWS), HIDDEN, device=DEVICE).to(dtype)
+    batch = pool.batch(module, spans, one_by_one)
     with torch.inference_mode():
-        own = Batch(torch.zeros(0), positions, States(rows, want_states))
-        want = module._advance_all(x, own)
-        by_slot = torch.tensor([tables[slots.index(slot)] for slot in range(len(ROWS))]).int()
-        cache = StateCache(by_slot.to(DEVICE), got_states, PAGE)
-        pieces, starts = state_pieces(rows[singles:], singles, PAGE)
-        batch = Batch(
-            torch.zeros(0),
-            positions.to(DEVICE),
-            States([], []),
-            [cache],
-            token_slots.to(DEVICE),
-            states=StateRows(
-                singles, torch.from_numpy(pieces).to(DEVICE), torch.from_numpy(starts).to(DEVICE)
-            ),
-        )
-        got = module._advance_all(x, batch)
+        got = module.write(module.project(x), batch)
+        own = Batch(torch.zeros(0), batch.positions, States(pool.plan(spans), pool.states))
+        want = module.write(module.project(x), own)
     near = 1e-4 if dtype == torch.float32 else 3e-2
     # Where 16 bits nearly cancel out, single numbers are far off, in both.
     error = (got.float() - want.float()).square().mean().sqrt() / want.float().square().mean().sqrt()
     assert error.item() < near
-    for one, other in zip(got_states, want_states, strict=True):
+    for one, other in zip(batch.caches[0].tensors, pool.states, strict=True):
         torch.testing.assert_close(one, other, atol=near * other.abs().max().item(), rtol=near)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_one_by_one_the_bits_do_not_depend_on_how_a_sequence_is_divided(name):
+    """Whole, in chunks, and token by token, beside other rows and alone."""
+    module = filled(MODULES[name], torch.bfloat16)
+    x = torch.randn(3, 100, HIDDEN, device=DEVICE).bfloat16()
+    with torch.inference_mode():
+        projected = torch.stack([module.project(own) for own in x])
+    found = []
+    for cuts in ((100,), (37, 64, 70, 100), (*range(64, 80), 100)):
+        pool, start, outputs = Pool(module, ROWS[:3]), 0, []
+        for end in cuts:
+            rows = range(3) if start % 3 else range(1)
+            batch = pool.batch(module, [(row, start, end - start) for row in rows], True)
+            with torch.inference_mode():
+                out = module.write(projected[list(rows), start:end].flatten(0, 1), batch)
+            outputs.append(out[: end - start])
+            pool.states = [each.clone() for each in batch.caches[0].tensors]
+            start = end
+        found.append((torch.cat(outputs), [each[pool.tables[0][99 // PAGE]] for each in pool.states]))
+    for outputs, states in found[1:]:
+        assert torch.equal(outputs, found[0][0])
+        assert all(torch.equal(*pair) for pair in zip(states, found[0][1], strict=True))

@@ -40,10 +40,12 @@ class CapturedWork:
         tap: tuple[int, ...] = (),
         tapped: torch.Tensor | None = None,
         shifted: bool = False,
+        one_by_one: bool = False,
     ) -> None:
         """`tap`: see `HiddenTap.layers`; `tapped` [tokens, values]: a buffer for those hidden states of the
-        largest step's tokens. `shifted`: images shift the rotation of what follows them."""
-        self._shifted = shifted
+        largest step's tokens. `shifted`: images shift the rotation of what follows them; `one_by_one`: see
+        `StateRows`."""
+        self._shifted, self._one_by_one = shifted, one_by_one
         self._tap, self._tapped = tap, tapped
         self._body, self._slots, self._caches = body, slots, caches
         self._attention, self._sampling = attention, sampling
@@ -57,7 +59,8 @@ class CapturedWork:
         attention = self._attention.over(rows)
         tokens = slots.last_token.index_select(0, inputs.slots)
         where = self._caches, inputs.slots, slots.nan_flags
-        batch = Batch(tokens, inputs.positions, attention, *where, few=True, states=StateRows(count))
+        states = _one_by_one(count, tokens.device) if self._one_by_one else StateRows(count)
+        batch = Batch(tokens, inputs.positions, attention, *where, few=True, states=states)
         batch.turns = inputs.positions + inputs.shifts if self._shifted else None
         self._logits(batch, inputs.logits)
 
@@ -122,3 +125,10 @@ class CapturedWork:
         result, right = self._sampling.choose_chains(inputs.logits, chains, *simple, *chain_arguments)
         inputs.result.copy_(result)
         inputs.right.copy_(right)
+
+
+def _one_by_one(count: int, device: torch.device) -> StateRows:
+    """Rows of one token in pieces."""
+    first = torch.arange(count + 1, dtype=torch.int32, device=device)
+    own, one = first[:-1], torch.ones(count, dtype=torch.int32, device=device)
+    return StateRows(0, torch.stack((own, one, own, one), 1), first, one_by_one=True)

@@ -95,7 +95,9 @@ class ModelRunner:
             else StateCache(tables[group], pool.state(group, place), layout.page_size)
             for layer, (group, place) in places
         ]
-        self._body = Body(model, kernels, context, batch_invariant)
+        self._body, self._invariant = Body(model, kernels, context, batch_invariant), batch_invariant
+        if batch_invariant and draft_tokens and pool.states:
+            raise ValueError("drafts of models with recurrent layers are computed in another order")
         for module in model.recurrent if isinstance(model, Decoder) else ():
             module.keep_drafts(max_slots, draft_tokens)
         sampler: Sampler | CudaSampler | None = None
@@ -128,7 +130,8 @@ class ModelRunner:
                     values = len(tap) * model.config.hidden_size
                     self._tap_buffer = logits.new_empty(max(most, *sizes, 0), values)
                 where = self._slots, self._caches, self._attention, self._sampling
-                work = CapturedWork(self._body, *where, tap, self._tap_buffer, model.vision is not None)
+                more = tap, self._tap_buffer, model.vision is not None, batch_invariant and bool(pool.states)
+                work = CapturedWork(self._body, *where, *more)
                 works = work.decode, work.sample_plain, work.sample_masked
                 self.graphs = DecodeGraphs(batch_sizes(max_slots), max_slots, logits, *works, progress)
                 self._sampling.graphs = self.graphs
@@ -321,9 +324,11 @@ class ModelRunner:
         if self._paged:
             arrays += [host.row_slots, host.lengths, host.starts[single:] - single]
         divided: list[torch.Tensor] | None = None
+        alone = 0 if self._invariant else single
+        """Rows whose states kernels take in as rows of one token."""
         if self.kernels and self._pool.states and not any(row.drafts or row.replay for row in host.rows):
-            longer = host.rows[single:]
-            arrays += state_pieces(longer, single, self._pool.layout.page_size) if longer else ()
+            longer = host.rows[alone:]
+            arrays += state_pieces(longer, alone, self._pool.layout.page_size) if longer else ()
             divided = []
         ids, positions, token_slots, indices, *paged = self._there(*arrays)
         if divided is not None:
@@ -342,7 +347,10 @@ class ModelRunner:
                 part.tables, part.lengths = tables[at].unbind(1), lengths[at]
                 part.starts = None if part.longest == 1 else starts
         axes, embeddings = None, None
-        states = None if divided is None else StateRows(single, *divided)
+        states: StateRows | None = None
+        if divided is not None:
+            pieces, begins = divided or (None, None)
+            states = StateRows(alone, pieces, begins, self._invariant)
         if any(row.images for row in host.rows):
             if self.images is None:
                 raise ValueError("images are computed by models with a vision tower only")

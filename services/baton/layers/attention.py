@@ -182,6 +182,8 @@ class Attention(WritingAttention):
             return super()._attend(x, batch)
         width = self.heads * self.head_dim
         projected = self.input(x)
+        if batch.caches:
+            return self._attend_with(projected, batch)
         gates, qkv = projected[:, :width], projected[:, width:]
         return self._attend_with(qkv, batch).mul_(gates.sigmoid())
 
@@ -195,19 +197,25 @@ class Attention(WritingAttention):
         return qk[:, :heads], qk[:, heads:], qkv[:, rotated:]
 
     def write(self, projected: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """One kernel. -> queries [tokens, heads, head_dim]"""
+        """One kernel. -> queries [tokens, heads, head_dim], behind gates of that shape if it is gated"""
         from baton.layers.kernels.rope_kv_write import write_qkv
 
         positions, slots, nan_flags, cache = batch.where(self.index)
         where = positions, slots, nan_flags, cache.tables, cache.pages
         (table, turns), scales = batch.kernel_rotation(self.rope), self.options.kv_scales
         norm_options = self.heads, self.norm_eps, scales
-        write_qkv(projected, self.qk_norm, table, *where, *norm_options, turns=turns)
-        return projected.view(len(projected), -1, self.head_dim)[:, : self.heads]
+        qkv = projected[:, self.heads * self.head_dim :] if self.gated else projected
+        write_qkv(qkv, self.qk_norm, table, *where, *norm_options, turns=turns)
+        return projected.view(len(projected), -1, self.head_dim)[:, : self.heads * (1 + self.gated)]
 
     def attend(self, batch: Batch, q: torch.Tensor) -> torch.Tensor:
+        gates, q = q[:, : -self.heads], q[:, -self.heads :]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         batch.attention.attend(self.index, q, out)
+        if self.gated:
+            from baton.layers.kernels.activation import open_by
+
+            open_by(out, gates)
         return out.flatten(1)
 
 

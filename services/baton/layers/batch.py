@@ -50,6 +50,9 @@ class StateRows:
     none."""
     starts: torch.Tensor | None = None
     """int32 [rows + 1]: each longer row's first piece."""
+    one_by_one: bool = False
+    """States take in a token after the other, so that their bits do not depend on how a sequence is divided
+    into rows; all rows are then in pieces, those of one token, too."""
 
 
 class StatePlaces(NamedTuple):

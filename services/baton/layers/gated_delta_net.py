@@ -12,7 +12,9 @@ import torch.nn.functional as F
 
 from baton.layers.batch import Batch, StateRows
 from baton.layers.cache_spec import State
+from baton.layers.linear import Linear
 from baton.layers.parameters import Parameters
+from baton.layers.quantization.weight_method import Convert, WeightPlan
 from baton.layers.recurrent import RecurrentModule
 from baton.layers.short_convolution import ShortConvolution
 from baton.layers.tensor_parallel import times
@@ -84,7 +86,7 @@ class GatedDeltaNet(RecurrentModule):
             "in_proj_b": (values_here,),
             "in_proj_a": (values_here,),
         }
-        convert_large = convert_small = None
+        convert: dict[str, Convert] = {}
         if by_key_head:
             sizes = [shape.key_dim, shape.key_dim, *[per_key * shape.value_dim] * 2]
             large, small = {"in_proj_qkvz": shape.mixed + shape.values}, {"in_proj_ba": 2 * heads}
@@ -92,11 +94,21 @@ class GatedDeltaNet(RecurrentModule):
                 "in_proj_qkvz": (times(own_keys, sum(sizes)),),
                 "in_proj_ba": (times(own_keys, 2 * per_key),),
             }
-            convert_large = {"in_proj_qkvz": partial(_by_kind, sizes)}
-            convert_small = {"in_proj_ba": partial(_by_kind, [per_key, per_key])}
-        of_large, of_small = ({name: rows[name] for name in parts} for parts in (large, small))
-        self.input = parameters.linear(large, hidden, convert=convert_large, rows=of_large)
-        self.gates = parameters.linear(small, hidden, convert=convert_small, quantize=False, rows=of_small)
+            convert["in_proj_qkvz"] = partial(_by_kind, sizes)
+            convert["in_proj_ba"] = partial(_by_kind, [per_key, per_key])
+
+        def projection(parts: dict[str, int], quantize: bool) -> Linear:
+            own_convert = {name: each for name, each in convert.items() if name in parts}
+            own_rows = {name: rows[name] for name in parts}
+            return parameters.linear(parts, hidden, False, own_convert, quantize=quantize, rows=own_rows)
+
+        self.one_input = parameters.plan == WeightPlan()
+        self.gates: Linear | None = None
+        """Projects the gates, which may have more bits than `input` has; None: `input` does."""
+        if self.one_input:
+            self.input = projection({**large, **small}, False)
+        else:
+            self.input, self.gates = projection(large, True), projection(small, False)
         self.convolution = ShortConvolution(
             parameters, "conv1d", shape.window, shape.mixed, cut=shard.cut(0, *mixed)
         )
@@ -117,24 +129,26 @@ class GatedDeltaNet(RecurrentModule):
         self.output = parameters.linear({"out_proj": hidden}, shape.values, columns=values)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat((self.input(x), self.gates(x)), -1)
+        projected = self.input(x)
+        return projected if self.gates is None else torch.cat((projected, self.gates(x)), -1)
 
-    def by_kernels(self, x: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
+    def by_kernels(self, projected: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
         from baton.layers.kernels.gated_delta_net import delta_rule
 
         (states, windows), places = batch.state(self.index)
-        mixed, z = torch.split(self.input(x), [self.shape.mixed, self.shape.values], -1)
+        shape = self.shape
+        mixed, z, gates = torch.split(projected, [shape.mixed, shape.values, 2 * shape.value_heads], -1)
         return delta_rule(
             self.convolution.by_kernels(mixed, windows, places, rows, silu=True),
             z,
-            self.gates(x),
+            gates,
             self.decay,
             self.decay_bias,
             self.norm,
             states,
             places,
             rows,
-            self.shape.key_heads,
+            shape.key_heads,
             self.eps,
             L2_EPS,
         )

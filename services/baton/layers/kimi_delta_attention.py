@@ -22,6 +22,8 @@ CHUNK = 16
 class KimiDeltaAttention(RecurrentModule):
     """A layer whose state is, for each head, a matrix [dim, dim], and the last inputs of the convolutions."""
 
+    one_input = False
+
     def __init__(
         self,
         parameters: Parameters,
@@ -59,7 +61,7 @@ class KimiDeltaAttention(RecurrentModule):
         forget, gate, beta = torch.split(self.gates(x), [self.dim, self.dim, self.heads], -1)
         return torch.cat((self.input(x), self.forget(forget), self.gate(gate), beta), -1)
 
-    def by_kernels(self, x: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
+    def by_kernels(self, projected: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
         raise AssertionError("no attention with kernels computes latents beside states")
 
     def advance(

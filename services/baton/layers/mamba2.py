@@ -81,12 +81,12 @@ class Mamba2(RecurrentModule):
         of_output = bias if output_bias is None else output_bias
         self.output = parameters.linear({"out_proj": hidden}, shape.inner, of_output)
 
-    def by_kernels(self, x: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
+    def by_kernels(self, projected: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
         from baton.layers.kernels.mamba2 import scan
 
         shape = self.shape
         (states, windows), places = batch.state(self.index)
-        gate, mixed, step = torch.split(self.project(x), [shape.inner, shape.mixed, shape.heads], -1)
+        gate, mixed, step = torch.split(projected, [shape.inner, shape.mixed, shape.heads], -1)
         out = scan(
             self.convolution.by_kernels(mixed, windows, places, rows, silu=True),
             gate,
@@ -100,7 +100,7 @@ class Mamba2(RecurrentModule):
             places,
             rows,
         )
-        return self._normed(out, x.dtype)
+        return self._normed(out, projected.dtype)
 
     def advance(
         self, projected: torch.Tensor, states: Sequence[torch.Tensor]

@@ -30,6 +30,8 @@ class RecurrentModule(ABC):
     cuts: Sequence[TensorSlice | None] | None = None
     """The part of each tensor of a state that this rank has, where it does not have all; None: the module
     cannot be divided among ranks."""
+    one_input = True
+    """Whether `input` alone projects what `write` takes."""
     _most_drafts = (0, 0)
     _drafted: torch.Tensor | None = None
     """[slots, drafts, outputs of `project`]: what was projected of the drafts in each slot's last row."""
@@ -40,16 +42,17 @@ class RecurrentModule(ABC):
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
-        return self.output(self._advance_all(x, batch))
+        return self.output(self.write(self.project(x), batch))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """residual + the same; `residual` may be overwritten."""
-        return self.output.add_to(residual, self._advance_all(x, batch))
+        return self.output.add_to(residual, self.write(self.project(x), batch))
 
-    def _advance_all(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def write(self, projected: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What `project` gave of all tokens goes through the states in the pool -> [tokens, inputs of
+        `output`]"""
         if batch.states is not None:
-            return self.by_kernels(x, batch, batch.states)
-        projected = self.project(x)
+            return self.by_kernels(projected, batch, batch.states)
         runs, tensors = batch.attention.states(self.index)
         cuts = self.cuts or (None,) * len(tensors)
         owned = [_owned(tensor, cut) for tensor, cut in zip(tensors, cuts, strict=True)]
@@ -74,10 +77,14 @@ class RecurrentModule(ABC):
             if len(runs) == 1:
                 return out
             if outputs is None:
-                outputs = out.new_empty(len(x), out.shape[1])
+                outputs = out.new_empty(len(projected), out.shape[1])
             outputs[run.tokens] = out
         assert outputs is not None
         return outputs
+
+    def attend(self, batch: Batch, written: torch.Tensor) -> torch.Tensor:
+        """As of attention, with what `write` returned."""
+        return written
 
     def _write(self, run: StateRun, owned: Sequence[_Parts], after: Sequence[torch.Tensor]) -> None:
         """Drafts leave no trace."""
@@ -86,13 +93,12 @@ class RecurrentModule(ABC):
                 _put(parts, run.writes, state)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] -> what `advance` takes, [tokens, outputs]"""
+        """[tokens, hidden] -> what `write` takes, [tokens, outputs]"""
         return self.input(x)
 
     @abstractmethod
-    def by_kernels(self, x: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
-        """On a GPU: `project` and `advance` of all rows, which have no drafts, with states where they are.
-        [tokens, hidden] -> [tokens, inputs of `output`]"""
+    def by_kernels(self, projected: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
+        """On a GPU: `advance` of all rows, which have no drafts, with states where they are."""
 
     @abstractmethod
     def advance(

@@ -81,9 +81,9 @@ class GatedConvolution(RecurrentModule):
         self.input = parameters.linear({"in_proj": 3 * hidden}, hidden, bias)
         self.output = parameters.linear({"out_proj": hidden}, hidden, bias)
 
-    def by_kernels(self, x: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
+    def by_kernels(self, projected: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
         (windows,), places = batch.state(self.index)
-        return self.convolution.by_kernels(self.input(x), windows, places, rows, gated=True)
+        return self.convolution.by_kernels(projected, windows, places, rows, gated=True)
 
     def advance(
         self, projected: torch.Tensor, states: Sequence[torch.Tensor]

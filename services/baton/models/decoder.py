@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from baton.layers.attention import Attention, AttentionModule, AttentionOptions
 from baton.layers.batch import FINAL, Batch
-from baton.layers.cache_spec import CacheSpec
+from baton.layers.cache_spec import CacheSpec, State
 from baton.layers.linear import Linear, Transposed, WeightLayout, fastest_layout, fastest_product
 from baton.layers.mla import MlaAttention
 from baton.layers.mlp import GatedMlp
@@ -377,19 +377,22 @@ def narrowed(embedding: torch.Tensor) -> torch.Tensor:
 
 def plain_layers(decoder: LanguageModel) -> list[DecoderLayer] | None:
     """The layers if all are like those of Llama or of DeepSeek, of 16 bits: heads of one number and size,
-    rotated alike, wholly or in part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss'
-    experts; else None."""
+    rotated alike, wholly or in part, or latents, or a recurrent layer with one projection before it; a gated
+    SiLU layer or a mixture of such or of gpt-oss' experts; else None."""
     if not isinstance(decoder, Decoder):
         return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
-    sizes = {(cache.heads, cache.head_dim) for cache in decoder.caches}
-    same = len({id(layer.attention.rope) for layer in layers}) == len(sizes) == 1
+    sizes = {(cache.heads, cache.head_dim) for cache in decoder.caches if not isinstance(cache, State)}
+    attending = [layer.attention for layer in layers if not isinstance(layer.attention, RecurrentModule)]
+    same = len({id(attention.rope) for attention in attending}) == len(sizes) == 1
     return layers if same and len(layers) == len(decoder.layers) else None
 
 
 def _plain(layer: DecoderLayer) -> bool:
     attention = layer.attention
-    known = type(attention) is MlaAttention or (type(attention) is Attention and not attention.gated)
+    known = type(attention) in (Attention, MlaAttention)
+    if isinstance(attention, RecurrentModule):
+        known = attention.one_input
     module = layer.feed_forward
     if isinstance(module, Mixture):
         return known and kernels_know(module)

@@ -18,18 +18,16 @@ def device_mixture(mixture: Mixture) -> Callable[[torch.Tensor], torch.Tensor]:
 
         fused = FusedMixture(mixture)
         return lambda x: fused.parts(x).sum(0)
-    shared, routed = mixture.shared, Mixture(mixture.router, mixture.experts)
-    if isinstance(shared, GatedExpert) and mixture.plain and kernels_know(routed):
-        from baton.models.fused_mixture import FusedMixture
-
-        experts, gated = FusedMixture(routed), shared
-        return lambda x: gated.add_to(experts.parts(x).sum(0), x)
     return mixture.dense
 
 
 def kernels_know(mixture: Mixture) -> bool:
     """Whether `FusedMixture` computes it."""
     experts, shared = mixture.experts, mixture.shared
+    if isinstance(shared, GatedExpert):
+        gate, shared = shared.gate.weight, shared.mlp
+        if gate is None or gate.dtype != experts.gate_up.dtype:
+            return False
     sixteen = experts.gate_up.dtype in (torch.bfloat16, torch.float16)
     aligned = experts.inner % 8 == 0 and experts.gate_up.shape[2] % 8 == 0
     known = experts.activation == "silu" or isinstance(experts.activation, ClampedSwiglu)

@@ -1,11 +1,11 @@
 """A plain layer on a GPU's kernels: the same function as `DecoderLayer`'s modules, in fewer launches.
 
-Fused add and norm, projection, head norms with rotation and KV write, attention, projection, fused add and
-norm, projection, SiLU and product, projection. For a few tokens of decode rows: projections that gate what
-they write, or leave it to the norm in parts. For one token: projections that norm what they read and gate or
-add what they write. Instead of a gated layer there may be a mixture of experts (`fused_mixture`). With
-several ranks the add and norm of a few rows also sums what all ranks have projected.
-Needs a GPU: import it where one is in use.
+Fused add and norm, projection, head norms with rotation and KV write, attention (or a recurrent layer's
+kernels), projection, fused add and norm, projection, SiLU and product, projection. For a few tokens of decode
+rows: projections that gate what they write, or leave it to the norm in parts. For one token: projections
+that norm what they read and gate or add what they write. Instead of a gated layer there may be a mixture of
+experts (`fused_mixture`). With several ranks the add and norm of a few rows also sums what all ranks have
+projected. Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from baton.layers.linear import Linear
 from baton.layers.mla import MlaAttention
 from baton.layers.mlp import GatedMlp
 from baton.layers.moe import Mixture
+from baton.layers.recurrent import RecurrentModule
 from baton.layers.tensor_parallel import DeviceCommunicator
 from baton.models.decoder import Decoder, DecoderLayer, plain_layers
 from baton.models.fused_mixture import FusedMixture
+
+_Attention = Attention | MlaAttention | RecurrentModule
 
 
 def fuse_layers(model: Decoder, invariant: bool) -> None:
@@ -53,8 +56,8 @@ class FusedLayer:
     ) -> None:
         """`following`: None: none."""
         attention, mlp = layer.attention, layer.feed_forward
-        assert isinstance(attention, Attention | MlaAttention) and isinstance(mlp, GatedMlp | Mixture)
-        self._attention: Attention | MlaAttention = attention
+        assert isinstance(attention, _Attention) and isinstance(mlp, GatedMlp | Mixture)
+        self._attention: _Attention = attention
         self._mlp = mlp if isinstance(mlp, GatedMlp) else FusedMixture(mlp, invariant)
         self._input_norm, self._post_norm = layer.input_norm.weight, layer.post_norm.weight
         self._last, self._following, self._user = True, model.norm.weight, None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from sgl_kernel import silu_and_mul
 
 from baton.layers.kernels import moe_grouped_gemm, moe_small_batch
+from baton.layers.kernels.activation import weighed
 from baton.layers.kernels.batch_invariant_matmul import matmul
 from baton.layers.kernels.gemm import MOST_ROWS, fits, project_parts
 from baton.layers.kernels.gemv import gemv
@@ -19,7 +20,7 @@ from baton.layers.kernels.moe_grouped_gemm import GroupedTile
 from baton.layers.kernels.quantize import Quantized, quantize
 from baton.layers.kernels.rmsnorm import rmsnorm
 from baton.layers.mlp import GatedMlp
-from baton.layers.moe import Mixture
+from baton.layers.moe import GatedExpert, Mixture
 
 FEW_TOKENS = 4
 """So many rarely share an expert: each reads its own."""
@@ -57,6 +58,10 @@ INVARIANT = Sizes(64, GroupedTile(64, 64, 4, 4), GroupedTile(128, 64, 4, 4))
 class FusedMixture:
     def __init__(self, mixture: Mixture, invariant: bool = False) -> None:
         shared = mixture.shared
+        self._gate: torch.Tensor | None = None
+        """[1, hidden]: a gate's weight, whose sigmoid weighs the shared layer."""
+        if isinstance(shared, GatedExpert):
+            self._gate, shared = shared.gate.weight, shared.mlp
         assert shared is None or isinstance(shared, GatedMlp)
         self._router, self._experts, self._shared = mixture.router, mixture.experts, shared
         self._top_k = mixture.router.routing.top_k
@@ -88,7 +93,7 @@ class FusedMixture:
         if counts is not None:
             counts = counts[experts.first : experts.first + experts.count]
         if few:
-            inner = moe_small_batch.gate_up(x, self._router, experts, chosen, self._joined)
+            inner = moe_small_batch.gate_up(x, self._router, experts, chosen, self._joined, self._gate)
             moe_small_batch.down(inner, experts, weights, chosen, out[0], self._joined)
         else:
             sizes = INVARIANT if self._invariant else sizes_for(tokens * top_k, experts.total, self._eight)
@@ -103,7 +108,8 @@ class FusedMixture:
 
     def add_one(self, residual: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
         """residual [1, hidden] += the layer's output for it, normalized with `norm` [hidden]."""
-        if self._router.routing.groups > 1:
+        alone = self._shared is not None and self._joined is None
+        if self._router.routing.groups > 1 or (alone and self._gate is not None):
             residual.add_(self.parts(rmsnorm(residual, norm, eps)).sum(0))
             return
         logits = torch.empty(1, self._experts.count, dtype=torch.float32, device=residual.device)
@@ -113,7 +119,7 @@ class FusedMixture:
             inner = residual.new_empty(1, shared.inner)
             gemv(residual, shared.gate_up, inner, norm=norm, eps=eps, gated=True)
         activated, weights, chosen = moe_small_batch.gate_up_one(
-            residual, norm, eps, logits, self._router, self._experts, self._joined
+            residual, norm, eps, logits, self._router, self._experts, self._joined, self._gate
         )
         moe_small_batch.down(activated, self._experts, weights, chosen, residual, self._joined, add=True)
         if shared is not None:
@@ -138,10 +144,13 @@ class FusedMixture:
 
     def _project_shared(self, x: torch.Tensor, out: torch.Tensor) -> None:
         assert self._shared is not None
+        gate_up, down = self._shared.gate_up, self._shared.down
+        projected = matmul(x, gate_up) if self._invariant else gate_up(x)
+        inner = silu_and_mul(projected) if self._gate is None else weighed(projected, x, self._gate)
         if self._invariant:
-            matmul(silu_and_mul(matmul(x, self._shared.gate_up)), self._shared.down, out)
+            matmul(inner, down, out)
         else:
-            self._shared.down.into(silu_and_mul(self._shared.gate_up(x)), out)
+            down.into(inner, out)
 
 
 def sizes_for(pairs: int, experts: int, eight: bool = False) -> Sizes:

@@ -4,8 +4,8 @@ Rows of one token: one launch, in which a program reads a head's state, updates,
 rows: within a piece of 64 tokens the changes of the state solve a triangular system. `_solve` inverts its
 matrix, of all pieces at once, by blocks of 16 (as fla's solve_tril does); `_scan` passes through a row's
 pieces, with a part of a head's state in registers. There the tall operand of products is transposed, so that
-tiles have 32 rows: with 64 the tensor cores would need what `tensor_cores` tells. Needs a GPU: import it
-where one is in use.
+tiles have 32 rows: with 64 the tensor cores would need what `tensor_cores` tells. With
+`StateRows.one_by_one` all rows go token by token: `_walk`. Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from baton.layers.kernels.short_convolution import page_of
 
 _VALUES = 32
 """Values of a head's state in a program of `_scan`."""
+_WALKED = 16
+"""The same of `_walk`."""
 
 
 @triton.jit
@@ -92,6 +94,68 @@ def _step(
     open_by = tl.load(z + row.to(tl.int64) * z_stride + head * V + v, mask=v < V, other=0.0).to(tl.float32)
     result = result * open_by / (1 + tl.exp(-open_by))
     tl.store(out + (row.to(tl.int64) * HEADS + head) * V + v, result, mask=v < V)
+
+
+@triton.jit
+def _walk(
+    mixed,
+    gates,
+    rates,
+    biases,
+    out,
+    states,
+    tables,
+    slots,
+    positions,
+    pieces,
+    starts,
+    mixed_stride,
+    gates_stride,
+    page_stride,
+    table_stride,
+    scale,
+    l2_eps,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    K_UP: tl.constexpr,
+    PAGE: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    low, high = tl.load(starts + tl.program_id(0)), tl.load(starts + tl.program_id(0) + 1)
+    head = tl.program_id(1)
+    key_head = head // (HEADS // KEY_HEADS)
+    v = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    k = tl.arange(0, K_UP)
+    begin = tl.load(pieces + low * 4 + 2)
+    position, slot = tl.load(positions + begin), tl.load(slots + begin)
+    page = page_of(tables, slot, table_stride, position - 1, PAGE)
+    at = head * (K * V) + k[:, None] * V + v[None, :]
+    inside = (k < K)[:, None] & (v < V)[None, :]
+    state = tl.load(states + page * page_stride + at, mask=inside & (position > 0), other=0.0)
+    rate, bias = tl.load(rates + head), tl.load(biases + head)
+    for piece in range(low, high):
+        first, count = tl.load(pieces + piece * 4), tl.load(pieces + piece * 4 + 1)
+        for token in tl.range(first, first + count):
+            where = tl.cast(token, tl.int64)
+            own = mixed + where * mixed_stride
+            query = tl.load(own + key_head * K + k, mask=k < K, other=0.0).to(tl.float32)
+            key = tl.load(own + (KEY_HEADS + key_head) * K + k, mask=k < K, other=0.0).to(tl.float32)
+            value = tl.load(own + 2 * KEY_HEADS * K + head * V + v, mask=v < V, other=0.0).to(tl.float32)
+            gate = gates + where * gates_stride + head
+            beta = 1 / (1 + tl.exp(-tl.load(gate).to(tl.float32)))
+            a = tl.load(gate + HEADS).to(tl.float32)
+            query = query * (tl.rsqrt(tl.sum(query * query, 0) + l2_eps) * scale)
+            key = key * tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
+            state = state * tl.exp(_log_decay(a, rate, bias))
+            change = (value - tl.sum(key[:, None] * state, 0)) * beta
+            state += key[:, None] * change[None, :]
+            result = tl.sum(query[:, None] * state, 0)
+            tl.store(out + (where * HEADS + head) * V + v, result, mask=v < V)
+        if tl.load(pieces + piece * 4 + 3) != 0:
+            page = page_of(tables, slot, table_stride, position + first + count - begin - 1, PAGE)
+            tl.store(states + page * page_stride + at, state, mask=inside)
 
 
 @triton.jit
@@ -377,47 +441,30 @@ def delta_rule(
         )
     if rows.pieces is None or rows.starts is None:
         return out
-    precision = "tf32x3" if mixed.dtype == torch.float32 else "tf32"
-    inverses, scores = (
-        torch.empty(tokens, heads, PIECE, dtype=torch.float32, device=mixed.device) for _ in range(2)
-    )
-    inputs = mixed, gates, rates, biases, inverses, scores
-    _solve[(len(rows.pieces), heads)](
-        *inputs,
-        rows.pieces,
-        mixed.stride(0),
-        gates.stride(0),
-        scale,
-        l2_eps,
-        PREC=precision,
-        num_warps=1,
-        **sizes,
-        **up,
-    )
     raw = torch.empty_like(out)
-    _scan[(len(rows.starts) - 1, heads, triton.cdiv(value_dim, _VALUES))](
-        *inputs,
-        raw,
-        states,
-        tables,
-        slots,
-        positions,
-        rows.pieces,
-        rows.starts,
-        mixed.stride(0),
-        gates.stride(0),
-        *strides,
-        scale,
-        l2_eps,
-        V=value_dim,
-        PAGE=page_size,
-        VALUES=_VALUES,
-        PREC=precision,
-        num_warps=4,
-        num_stages=1,
-        **sizes,
-        **up,
-    )
+    where = states, tables, slots, positions, rows.pieces, rows.starts
+    if rows.one_by_one:
+        _walk[(len(rows.starts) - 1, heads, triton.cdiv(value_dim, _WALKED))](
+            mixed,
+            gates,
+            rates,
+            biases,
+            raw,
+            *where,
+            mixed.stride(0),
+            gates.stride(0),
+            *strides,
+            scale,
+            l2_eps,
+            V=value_dim,
+            PAGE=page_size,
+            VALUES=_WALKED,
+            num_warps=1,
+            **sizes,
+            **up,
+        )
+    else:
+        _chunks(mixed, gates, rates, biases, raw, where, scale, l2_eps, {**sizes, **up}, page_size)
     longer = slice(rows.singles, None)
     _norm[(tokens - rows.singles, heads)](
         raw[longer],
@@ -432,3 +479,63 @@ def delta_rule(
         num_warps=1,
     )
     return out
+
+
+_Where = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""States, tables, slots, positions, pieces and starts: see `StatePlaces` and `StateRows`."""
+
+
+def _chunks(
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    rates: torch.Tensor,
+    biases: torch.Tensor,
+    out: torch.Tensor,
+    where: _Where,
+    scale: float,
+    l2_eps: float,
+    sizes: dict[str, int],
+    page_size: int,
+) -> None:
+    """Longer rows by pieces into `out`, neither normed nor gated."""
+    states, tables, slots, positions, pieces, starts = where
+    heads, _, value_dim = states.shape[1:]
+    precision = "tf32x3" if mixed.dtype == torch.float32 else "tf32"
+    inverses, scores = (
+        torch.empty(len(mixed), heads, PIECE, dtype=torch.float32, device=mixed.device) for _ in range(2)
+    )
+    inputs = mixed, gates, rates, biases, inverses, scores
+    _solve[(len(pieces), heads)](
+        *inputs,
+        pieces,
+        mixed.stride(0),
+        gates.stride(0),
+        scale,
+        l2_eps,
+        PREC=precision,
+        num_warps=1,
+        **sizes,
+    )
+    _scan[(len(starts) - 1, heads, triton.cdiv(value_dim, _VALUES))](
+        *inputs,
+        out,
+        states,
+        tables,
+        slots,
+        positions,
+        pieces,
+        starts,
+        mixed.stride(0),
+        gates.stride(0),
+        states.stride(0),
+        tables.stride(0),
+        scale,
+        l2_eps,
+        V=value_dim,
+        PAGE=page_size,
+        VALUES=_VALUES,
+        PREC=precision,
+        num_warps=4,
+        num_stages=1,
+        **sizes,
+    )

@@ -33,6 +33,7 @@ def _gate_up(
     weight,
     unit,
     shared,
+    share,
     expert_bias,
     out,
     scale,
@@ -41,6 +42,7 @@ def _gate_up(
     HELD: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
+    SHARE: tl.constexpr,
     SCALED: tl.constexpr,
     NORM: tl.constexpr,
     CHOOSE: tl.constexpr,
@@ -99,6 +101,7 @@ def _gate_up(
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
+    shares = tl.zeros((COLUMNS,), tl.float32)
     for start in tl.range(0, K, COLUMNS, num_stages=STAGES):
         there = start + columns < K
         mask = inside & there[None, :]
@@ -108,6 +111,8 @@ def _gate_up(
         if NORM:
             squares += value * value
             value = value * tl.load(norm + start + columns, mask=there, other=0.0).to(tl.float32)
+        if SHARE:
+            shares += value * tl.load(share + start + columns, mask=there & common, other=0.0).to(tl.float32)
         second = value
         if SCALED == "blocks":
             # A tile's rows are of one block, so that scales multiply the token.
@@ -122,15 +127,19 @@ def _gate_up(
         at = unit + expert.to(tl.int64) * (2 * INNER) + n
         y = y * tl.load(at, mask=n < INNER, other=0.0)
         z = z * tl.load(at + INNER, mask=n < INNER, other=0.0)
+    open_by = tl.sum(shares, 0)
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y = y * factor
         z = z * factor
+        open_by = open_by * factor
     if EXPERT_BIAS:
         own = expert_bias + expert.to(tl.int64) * (2 * INNER) + n
         y += tl.load(own, mask=n < INNER, other=0.0).to(tl.float32)
         z += tl.load(own + INNER, mask=n < INNER, other=0.0).to(tl.float32)
     y = gated(y, z, CLAMPED, ALPHA, LIMIT)
+    if SHARE:
+        y = tl.where(common, y / (1 + tl.exp(-open_by)), y)
     tl.store(out + tl.program_id(1).to(tl.int64) * INNER + n, y, mask=n < INNER)
 
 
@@ -220,20 +229,22 @@ def gate_up_one(
     router: MoeGate,
     experts: Experts,
     shared: GatedMlp | None = None,
+    share: torch.Tensor | None = None,
     *,
     block: BlockSizes | None = None,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Chooses the experts of one token x [1, hidden] by scores `logits` float32 [1, experts]; gate and up of
     each, activated and multiplied, of x normalized with `norm` [hidden]. -> inner [top_k + shared, inner],
-    weights float32 and experts int32 [1, top_k]. The router has no groups. `shared`: see `joins`."""
+    weights float32 and experts int32 [1, top_k]. The router has no groups. `shared`: see `joins`; `share`
+    [1, hidden]: its product with what the experts see, through a sigmoid, weighs the shared layer."""
     top_k = router.routing.top_k
     weights = torch.empty(1, top_k, dtype=torch.float32, device=x.device)
     chosen = torch.empty(1, top_k, dtype=torch.int32, device=x.device)
     out = torch.empty(top_k + _count(shared, experts), experts.inner, dtype=x.dtype, device=x.device)
     usual = ONE_GATE_UP_8 if experts.matrices()[0].scaled else ONE_GATE_UP
     how = block, usual, pdl
-    _launch_gate_up(x, norm, eps, logits, router, experts, shared, chosen, weights, out, *how)
+    _launch_gate_up(x, norm, eps, logits, router, experts, shared, share, chosen, weights, out, *how)
     return out, weights, chosen
 
 
@@ -243,16 +254,17 @@ def gate_up(
     experts: Experts,
     chosen: torch.Tensor,
     shared: GatedMlp | None = None,
+    share: torch.Tensor | None = None,
     *,
     block: BlockSizes | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
     """Activated gate * up of each token's experts: x [tokens, hidden], chosen int32 [tokens, top_k] ->
-    [tokens * (top_k + shared), inner], of other ranks' experts anything. `shared`: see `joins`."""
+    [tokens * (top_k + shared), inner], of other ranks' experts anything. `shared`, `share`: as above."""
     pairs = len(x) * (chosen.shape[1] + _count(shared, experts))
     out = torch.empty(pairs, experts.inner, dtype=x.dtype, device=x.device)
     how = block, FEW_GATE_UP, pdl
-    _launch_gate_up(x, None, 0.0, None, router, experts, shared, chosen, None, out, *how)
+    _launch_gate_up(x, None, 0.0, None, router, experts, shared, share, chosen, None, out, *how)
     return out
 
 
@@ -277,6 +289,7 @@ def _launch_gate_up(
     router: MoeGate,
     experts: Experts,
     shared: GatedMlp | None,
+    share: torch.Tensor | None,
     chosen: torch.Tensor,
     weights: torch.Tensor | None,
     out: torch.Tensor,
@@ -299,6 +312,7 @@ def _launch_gate_up(
         matrix.values,
         x if matrix.scale is None else matrix.scale,
         x if shared is None else shared.gate_up.weight,
+        x if share is None else share,
         x if experts.gate_up_bias is None else experts.gate_up_bias,
         out,
         router.routing.scale,
@@ -307,6 +321,7 @@ def _launch_gate_up(
         HELD=experts.count,
         INNER=experts.inner,
         SHARED=_count(shared, experts),
+        SHARE=shared is not None and share is not None,
         SCALED=matrix.scaled,
         NORM=norm is not None,
         CHOOSE=logits is not None,
