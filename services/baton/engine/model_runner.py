@@ -97,7 +97,7 @@ class ModelRunner:
         ]
         self._body, self._invariant = Body(model, kernels, context, batch_invariant), batch_invariant
         if batch_invariant and draft_tokens and pool.states:
-            raise ValueError("drafts of models with recurrent layers are computed in another order")
+            raise ValueError("drafts go through recurrent layers in another order: leave out --draft")
         for module in model.recurrent if isinstance(model, Decoder) else ():
             module.keep_drafts(max_slots, draft_tokens)
         sampler: Sampler | CudaSampler | None = None

@@ -83,7 +83,7 @@ class RecurrentModule(ABC):
         return outputs
 
     def attend(self, batch: Batch, written: torch.Tensor) -> torch.Tensor:
-        """As of attention, with what `write` returned."""
+        """What `write` returned is done; attention has this for the part that does not write."""
         return written
 
     def _write(self, run: StateRun, owned: Sequence[_Parts], after: Sequence[torch.Tensor]) -> None:
