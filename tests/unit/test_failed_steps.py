@@ -193,6 +193,29 @@ def test_a_prompt_waits_for_a_node_that_may_have_it_in_a_step(answer):
     assert case.request.failed_steps == (answer == "NODE_FAILED")
 
 
+def test_a_node_that_never_answers_does_not_hide_the_one_that_may_have_the_prompt():
+    case = HandedOff()
+    case.core.receive("p", [ChunkAnnounced(case.asked[0][1], (GroupPages(0, (30,), (1,)),), False)], 0.0)
+    (fetch,) = case.core.fetches.running.values()
+    case.core.fetches.pull_ended(fetch.pull, "no route", None, 0.0)
+    case.node.now += CANCEL_SECONDS
+    case.node.run(2)
+    assert case.addresses == "pq"
+    case.retract()
+    case.core.unfinished[case.request.key].local_tokens = 8
+    case.node.run(2)
+    assert case.addresses == "pqq", "not here, while q may have the prompt in a step"
+
+
+def test_a_request_does_not_go_where_another_one_was_given_up():
+    case = HandedOff()
+    case.retract()
+    other = EngineRequest(Key("caller", 2), tuple(range(9, 17)), SamplingParams(max_tokens=9))
+    case.core.start(other.key, 7, 0, other, ("p", "q"), 0.0, local_tokens=8)
+    case.node.run(2)
+    assert case.addresses == "pp" and case.core.scheduler.running, "the other one is computed here"
+
+
 def test_one_failure_of_two_hand_offs_at_a_node_counts_once():
     case = HandedOff()
     case.retract()
