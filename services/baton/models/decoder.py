@@ -292,7 +292,10 @@ class Decoder:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeds tokens, on all ranks together: [tokens] -> [tokens, hidden]."""
-        hidden = self._looked_up(tokens)
+        return self.scaled(self._looked_up(tokens))
+
+    def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, as layers take them."""
         return hidden if self._embedding_scale is None else hidden * self._embedding_scale
 
     def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:

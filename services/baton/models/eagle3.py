@@ -26,7 +26,7 @@ from baton.layers.parameters import Parameters
 from baton.models.config import ModelConfig, ModelError, make_rope
 from baton.models.decoder import Decoder, DecoderLayer, prepare_linears
 from baton.models.llama import feed_forward, llama_attention
-from baton.models.loader import read_weights
+from baton.models.loader import fill_at_random, read_weights
 from baton.models.tensor_files import tensor_files
 
 UNKNOWN = ("fc_norm", "norm_output", "use_mtp_layernorm", "parallel_drafting")
@@ -137,6 +137,9 @@ class Eagle3Head:
                 "an EAGLE-3 head of another hidden size than the model's lacks embed_tokens.weight"
             )
         self.embedding = parameters.tensor(embedding, hf.vocab_size, size) if own_embedding else None
+        """None: the model's."""
+        self._whole: torch.Tensor | None = None
+        """The model's, where each of its ranks has a part: one of them alone drafts."""
         self._target = target
         drafts = raw.get("draft_vocab_size") or hf.vocab_size
         self.head = parameters.linear({"lm_head": drafts}, size)
@@ -179,14 +182,35 @@ class Eagle3Head:
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Next tokens and hidden states before them -> hidden states at them, which take the place of the
         model's for the draft after the next; `hidden` may be overwritten."""
-        if self.embedding is None:
-            embedded = self._target.embed(tokens)
-        else:
+        if self.embedding is not None:
             embedded = F.embedding(tokens, self.embedding)
+        elif self._whole is not None:
+            embedded = self._target.scaled(F.embedding(tokens, self._whole))
+        else:
+            embedded = self._target.embed(tokens)
         hidden = self.first(embedded, hidden, batch)
         for layer in self.others:
             hidden = layer(hidden, batch)
         return hidden
+
+    def read_embedding(self, model: Path, load_format: str) -> None:
+        """Reads the whole embedding of the model at this path, where its ranks have parts of it. Raises
+        CheckpointError."""
+        if self.embedding is not None or self._target.communicator is None:
+            return
+        if model.is_file():
+            raise ModelError(
+                "with --tp an EAGLE-3 head for a GGUF file needs embed_tokens.weight, which this one lacks"
+            )
+        config, plan = self._target.config, self._target.parameters.plan
+        parameters = Parameters(self._target.dtype, self._target.device, plan=plan)
+        parameters.ignore("")  # all else
+        name = "model.embed_tokens.weight"
+        self._whole = parameters.tensor(name, config.vocab_size, config.hidden_size)
+        if load_format == "dummy":
+            fill_at_random(parameters, lambda done, total: None)
+        else:
+            read_weights(model, parameters, lambda done, total: None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """-> float32 [rows, the model's vocabulary]; -inf for tokens that it never drafts"""
@@ -197,8 +221,11 @@ class Eagle3Head:
         return whole.index_copy_(1, self.tokens, scores)
 
 
-def load_eagle3(path: Path, target: Decoder) -> Eagle3Head:
-    """Raises CheckpointError."""
+def load_eagle3(
+    path: Path, target: Decoder, model: Path | None = None, load_format: str = "auto"
+) -> Eagle3Head:
+    """`model`, `load_format`: of the target's checkpoint, needed where it has several ranks. Raises
+    CheckpointError."""
     names, shift = set[str](), None
     for file in tensor_files(path):
         names.update(file.shapes())
@@ -214,6 +241,8 @@ def load_eagle3(path: Path, target: Decoder) -> Eagle3Head:
             raise ModelError(f"{path}: d2t does not map {size} drafts into the model's vocabulary")
     elif size != target.config.vocab_size:
         raise ModelError(f"{path} has {size} drafts and no d2t that says which tokens they are")
+    if model is not None:
+        head.read_embedding(model, load_format)
     head.prepare()
     return head
 

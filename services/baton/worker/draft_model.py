@@ -48,8 +48,8 @@ def check_draft(config: WorkerConfig) -> None:
     """Before anything is loaded. Raises CheckpointError and BatonError."""
     if not config.draft_model:
         return
-    if config.tp > 1:
-        raise failed_precondition("--draft with a model does not work with --tp; leave one of them out")
+    if config.tp > 1 and config.draft_model == MTP:
+        raise failed_precondition("--draft mtp does not work with --tp; leave one of them out")
     if config.step_profile:
         raise failed_precondition("steps of --step-profile compute nothing: leave out --draft")
     target = read_config(resolve(config.model), implementation=config.model_impl)
@@ -139,7 +139,8 @@ def load_drafter(
     if is_eagle3(raw):
         assert isinstance(target, Decoder)
         drafter_fingerprint = fingerprint(path, target.dtype, variant=f"eagle3 {name}")
-        return _head_drafter(config, load_eagle3(path, target), target, drafter_fingerprint, device, kinds)
+        eagle = load_eagle3(path, target, resolve(config.model), config.load_format)
+        return _head_drafter(config, eagle, target, drafter_fingerprint, device, kinds)
     return _model_drafter(config, path, target, device, kinds)
 
 
@@ -204,8 +205,8 @@ def _head_drafter(
 
 
 def _freely(config: WorkerConfig) -> WorkerConfig:
-    """What a model's attention was chosen for does not bind those who guess."""
-    return replace(config, prefill_attention="auto", decode_attention="auto", batch_invariant=False)
+    """What a model's attention was chosen for does not bind those who guess, which one rank does."""
+    return replace(config, prefill_attention="auto", decode_attention="auto", batch_invariant=False, tp=1)
 
 
 def _pool(

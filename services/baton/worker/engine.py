@@ -246,8 +246,8 @@ def _build_ranked(
     seen = context
 
     def computing(pool: PagePool, segment: str | None = None) -> Runner[Any]:
-        make = partial(_computing, config, model, pool, (prefill, decode), seen, tap)
-        runner = ranks.lead(make, MakePool(pool.num_pages, size, seen, segment))
+        make = partial(_computing, config, model, pool, (prefill, decode), seen, drafter)
+        runner = ranks.lead(make, MakePool(pool.num_pages, size, seen, segment, tap))
         return runner if device.type != "cpu" else _tuned(runner, len(pool.layout.groups))
 
     measured = None if config.step_profile else computing
@@ -260,8 +260,6 @@ def _build_ranked(
     tree = PrefixTree(size, config.eviction, layout.groups, images=model.vision is not None)
     cache = KvCacheManager(PageAllocator(pages, published.generations), tree)
     runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool, shared)
-    if drafter is not None and isinstance(runner, ModelRunner):
-        runner.follow = drafter.drafter.follow
     if device.type == "cuda" and config.tp > 1:
         join_parts(published, ranks.parts())
     if device.type == "cuda" and not config.step_profile:
@@ -343,11 +341,15 @@ def _computing(
     pool: PagePool,
     attention: tuple[type[AttentionBackend], type[AttentionBackend]],
     context: int,
-    tap: tuple[int, ...],
+    loaded: LoadedDrafter | None,
 ) -> Runner[Any]:
-    """attention: for prompts, for decode rows; tap: hidden states for a drafter."""
+    """attention: for prompts, for decode rows."""
+    tap = loaded.drafter.tap if loaded is not None else ()
     try:
-        return make_runner(config, model, pool, *attention, context, tap)
+        runner = make_runner(config, model, pool, *attention, context, tap)
+        if loaded is not None:
+            runner.follow = loaded.drafter.follow
+        return runner
     except ValueError as error:
         raise failed_precondition(f"--batch-invariant does not work here: {error}") from error
 

@@ -49,6 +49,9 @@ class MakePool(msgspec.Struct, frozen=True, tag=True):
     segment: str | None
     """Path of the one that holds the pool, which all ranks of a host share. None: make it. On a GPU each rank
     has its own."""
+    tap: tuple[int, ...] = ()
+    """Hidden states that rank 0's drafter reads: see HiddenTap.layers. The others' layers then compute the
+    same tokens."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
