@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 pytestmark = pytest.mark.main_path
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 ROLES = frozenset(("gateway", "tokenizer", "prefill", "decode"))
-SERIES = re.compile(r"`(baton_\w+?)(_total)?(?:\{([\w,]+)\})?`")
+SERIES = re.compile(r"`((?:baton_|vllm:)\w+?)(_total)?(?:\{([\w,]+)\})?`")
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,19 @@ def test_every_series_names_the_model_and_none_says_when_it_began(exposed):
     samples = [sample for found in exposed.values() for family in found.values() for sample in family.samples]
     assert {sample.labels["model"] for sample in samples} == {"demo"}
     assert not [sample.name for sample in samples if sample.name.endswith("_created")]
+
+
+def test_a_scraper_chooses_by_the_names_of_the_model_server_protocol(exposed):
+    """Those of the Gateway API inference extension."""
+    found = exposed["gateway"]
+    values = {
+        name: found[f"vllm:{name}"].samples[0].value
+        for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
+    }
+    assert values == {"num_requests_waiting": 0, "num_requests_running": 0, "kv_cache_usage_perc": 0}
+    (info,) = found["vllm:cache_config_info"].samples
+    pages = next(s.value for s in exposed["decode"]["baton_pages"].samples if s.labels["state"] == "total")
+    assert (info.labels["block_size"], info.labels["num_gpu_blocks"]) == ("16", f"{pages:.0f}")
 
 
 def test_nobody_counts_what_is_listed_as_anothers(exposed):

@@ -12,6 +12,7 @@ import grpc.aio
 from baton.authentication.cluster import ClusterAuthentication, ClusterCredentials
 from baton.authentication.resume_ticket import TicketSeal
 from baton.config import GatewayConfig
+from baton.gateway.cell_metrics import CellCollector, cell_load
 from baton.gateway.decode_client import DecodeClient
 from baton.gateway.embedding_client import EmbeddingClient
 from baton.gateway.pictures_server import PicturesServer
@@ -61,6 +62,7 @@ class Gateway(GatewayShell):
         self.request_log = RequestLog()
         self.traces = Traces(self.incarnation, self.recorder, dial)
         self.embedder = EmbeddingClient(config, self.nodes, self.tokenizer, dial)
+        CellCollector(lambda: cell_load(self.nodes, self.router, self.clock()), self.metrics.registry)
         self._prober = Prober(self.hops, self.next_number, config.probe_every, self._probed)
         self._rests = asyncio.Event()
         """Set when a request or call has ended and none is left."""
