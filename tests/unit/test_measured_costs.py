@@ -157,13 +157,13 @@ class Idle:
         self.turns = IdleSteps(self.machine, LIMITS, cache, lambda: self.machine.now)
         self.calibration = CostCalibration(StepCost(*(factor * value for value in astuple(COST))))
 
-    def run(self, turns, wanted=lambda: False):
+    def run(self, turns, interrupted=lambda: False):
         """The longest one, in seconds."""
         longest = 0.0
         for _ in range(turns):
             self.machine.now += 0.5
             began = self.machine.now
-            self.turns.turn(self.calibration, wanted)
+            self.turns.turn(self.calibration, interrupted)
             longest = max(longest, self.machine.now - began)
             assert self.allocator.counts().owned == 0
         return longest

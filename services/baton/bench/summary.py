@@ -54,7 +54,7 @@ def summarize(
         return count / seconds if seconds else 0.0
 
     limits = targets or Targets()
-    wanted = limits.ttft_ms is not None or limits.itl_ms is not None
+    limited = limits.ttft_ms is not None or limits.itl_ms is not None
     ttft = [record.ttft for record in done if record.arrivals]
     itl = [gap for record in done for gap in record.itl]
     output = sum(record.output_tokens for record in done)
@@ -67,7 +67,7 @@ def summarize(
         "requests_per_second": rate(len(done)),
         "output_tokens_per_second": rate(output),
         "prompt_tokens_per_second": rate(prompt),
-        "goodput_per_second": rate(sum(map(limits.met, done))) if wanted else None,
+        "goodput_per_second": rate(sum(map(limits.met, done))) if limited else None,
         "ttft_ms": spread(ttft),
         "tpot_ms": spread(record.tpot for record in done),
         "itl_ms": spread(itl),

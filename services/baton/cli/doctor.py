@@ -203,13 +203,13 @@ def ports() -> Iterator[Check]:
     """Which default ports are in use."""
     for role, (grpc_port, http_port) in DEFAULT_PORTS.items():
         taken = [port for port in (grpc_port, http_port) if bind_problem(loopback(), port) is not None]
-        wanted = f"{grpc_port} and {http_port}"
+        both_ports = f"{grpc_port} and {http_port}"
         if taken:
             numbers = " and ".join(map(str, taken))
             text = f"{numbers} in use, perhaps by a running Baton; choose others: --port, --http-port"
             yield Check(role, "note", text)
         else:
-            yield Check(role, "ok", f"{wanted} are free")
+            yield Check(role, "ok", f"{both_ports} are free")
 
 
 def model() -> Iterator[Check]:

@@ -36,14 +36,14 @@ def choose_id(address: str, draw: int) -> int:
     return FIRST_ID + number % IDS
 
 
-def use_up_ids(wanted: int, limit: int = 2 * IDS) -> None:
-    """Forks until `wanted` is the next process id; in vain if it has been passed."""
+def use_up_ids(first_id: int, limit: int = 2 * IDS) -> None:
+    """Forks until `first_id` is the next process id; in vain if it has been passed."""
     for _ in range(limit):
         child = os.fork()
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        if child >= wanted - 1:
+        if child >= first_id - 1:
             return
 
 

@@ -130,5 +130,5 @@ class CapturedWork:
 def _one_by_one(count: int, device: torch.device) -> StateRows:
     """Rows of one token in pieces."""
     first = torch.arange(count + 1, dtype=torch.int32, device=device)
-    own, one = first[:-1], torch.ones(count, dtype=torch.int32, device=device)
-    return StateRows(0, torch.stack((own, one, own, one), 1), first, one_by_one=True)
+    pages, one = first[:-1], torch.ones(count, dtype=torch.int32, device=device)
+    return StateRows(0, torch.stack((pages, one, pages, one), 1), first, one_by_one=True)

@@ -43,12 +43,12 @@ class IdleSteps:
         self._left = STEPS
         self._due = clock() + FIRST_SECONDS
 
-    def turn(self, calibration: CostCalibration, wanted: Callable[[], bool]) -> bool:
+    def turn(self, calibration: CostCalibration, interrupted: Callable[[], bool]) -> bool:
         """Runs steps if it is time to. wanted: whether the step thread has something else to do. Returns
         whether the last of them has been run, for now."""
         began = now = self._clock()
         warm = False
-        while self._due <= now < began + TURN_SECONDS and not wanted():
+        while self._due <= now < began + TURN_SECONDS and not interrupted():
             try:
                 self._run(calibration if warm else None)
             except OutOfPages:

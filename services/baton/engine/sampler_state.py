@@ -79,8 +79,8 @@ class SlotStates:
     def advance(self, slots: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: torch.Tensor) -> None:
         """One more token [slots] was sampled for each slot; no slot occurs twice."""
         self.output_length[slots] += 1
-        wanted = self.penalized[slots].nonzero()[0]
-        if wanted.size:
-            rows = to_device(slots[wanted], self._device)
-            tokens = tokens[to_device(wanted, self._device)]
+        penalized_rows = self.penalized[slots].nonzero()[0]
+        if penalized_rows.size:
+            rows = to_device(slots[penalized_rows], self._device)
+            tokens = tokens[to_device(penalized_rows, self._device)]
             self.counts.index_put_((rows, tokens), torch.ones((), device=self._device), accumulate=True)

@@ -56,8 +56,8 @@ class TimedRunner:
     def launch(self, plan: StepPlan) -> TimedLaunchedStep:
         for init in plan.inits:
             self._seeds[init.slot] = init.seed
-            wanted = init.params.logprobs is not None
-            (self._logprobs.add if wanted else self._logprobs.discard)(init.slot)
+            has_logprobs = init.params.logprobs is not None
+            (self._logprobs.add if has_logprobs else self._logprobs.discard)(init.slot)
         seconds = self._cost.seconds(step_load(plan.rows)) if plan.rows else 0.0
         self._busy += seconds
         self._free = max(self._clock(), self._free) + seconds

@@ -103,7 +103,7 @@ class RoleBalance:
         self._bounds = bounds
         self._roles: dict[str, str] = {}
         """By address, when they were last seen."""
-        self._wanted = ""
+        self._lacking_role = ""
         """The role that lacks nodes; empty: neither does."""
         self._since = 0.0
         self._looked = 0.0
@@ -119,21 +119,21 @@ class RoleBalance:
         change succeeds is seen in later looks."""
         self._notice(now, nodes)
         self.queues = measure(nodes)
-        wanted, why = self._lacking(nodes)
-        if wanted != self._wanted or now - self._looked > LOOK_GAP:
-            self._wanted, self._since = wanted, now
+        lacking, why = self._lacking(nodes)
+        if lacking != self._lacking_role or now - self._looked > LOOK_GAP:
+            self._lacking_role, self._since = lacking, now
         self._looked = now
-        if not wanted or now - self._since < self._bounds.lasting:
+        if not lacking or now - self._since < self._bounds.lasting:
             return None
-        missing = self._count(nodes, wanted) < self._bounds.least(wanted)
+        missing = self._count(nodes, lacking) < self._bounds.least(lacking)
         if now < self._rests_until and not missing:
             return None
-        address = _choose([node for node in nodes if node.role != wanted])
+        address = _choose([node for node in nodes if node.role != lacking])
         if not address:
             return None
         self._rests_until = now + self._pauses * self._bounds.pause
         self._since = now
-        return RoleChange(address, wanted, f"{why}, for {self._bounds.lasting:g} s")
+        return RoleChange(address, lacking, f"{why}, for {self._bounds.lasting:g} s")
 
     def _notice(self, now: float, nodes: Sequence[RoleLoad]) -> None:
         """Sees changes of role, whoever made them. One that undoes the last doubles the pause."""
@@ -146,7 +146,7 @@ class RoleBalance:
             self._pauses = 1
         elif role != self._last:
             self._pauses = min(2 * self._pauses, MOST_PAUSES)
-        self._changed, self._last, self._wanted = now, role, ""
+        self._changed, self._last, self._lacking_role = now, role, ""
         self._rests_until = now + self._pauses * self._bounds.pause
 
     def _lacking(self, nodes: Sequence[RoleLoad]) -> tuple[str, str]:
@@ -157,8 +157,8 @@ class RoleBalance:
                 continue
             if self._count(nodes, role) < bounds.least(role):
                 return role, f"fewer than {bounds.least(role)} {role} nodes serve"
-            own, others = (prompts, rows) if role == "prefill" else (rows, prompts)
-            if own >= bounds.busy and others <= bounds.calm:
+            queue, others = (prompts, rows) if role == "prefill" else (rows, prompts)
+            if queue >= bounds.busy and others <= bounds.calm:
                 return role, f"prompts wait {prompts:.1f} s and requests for a row {rows:.1f} s"
         return "", ""
 

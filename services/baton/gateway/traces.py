@@ -133,8 +133,8 @@ class Traces:
 
     async def _ask_peer(self, peer: _Peer, names: set[TraceName]) -> tuple[list[Event], float]:
         stub = node_pb2_grpc.NodeStub(peer.channel)
-        wanted = [trace_pb2.RequestName(gateway=gateway, request=number) for gateway, number in names]
-        answer = await stub.Recent(trace_pb2.RecentRequest(requests=wanted), timeout=ASK_SECONDS)
+        asked = [trace_pb2.RequestName(gateway=gateway, request=number) for gateway, number in names]
+        answer = await stub.Recent(trace_pb2.RecentRequest(requests=asked), timeout=ASK_SECONDS)
         now = time.monotonic()
         if peer.incarnation != answer.incarnation or now - peer.measured > OFFSET_SECONDS:
             peer.offset = await self._offset(stub)

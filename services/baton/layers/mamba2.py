@@ -127,8 +127,8 @@ class Mamba2(RecurrentModule):
         """float32 [..., inner], gated -> in `dtype`, each group by itself."""
         if self.norm is None:
             return out.to(dtype)
-        own = self.shape.inner // self.shape.groups
-        out = F.rms_norm(out.reshape(*out.shape[:-1], -1, own), (own,), None, self.eps)
+        group = self.shape.inner // self.shape.groups
+        out = F.rms_norm(out.reshape(*out.shape[:-1], -1, group), (group,), None, self.eps)
         return out.flatten(-2).to(dtype) * self.norm
 
     def _by_group(self, x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -161,12 +161,12 @@ def mamba_chunks(
     q, k, v = (part.reshape(*part.shape[:3], chunks, size, -1) for part in (q, k, v))
     passed = decay.reshape(*decay.shape[:3], chunks, size).cumsum(-1)
     between = (passed.unsqueeze(-1) - passed.unsqueeze(-2)).tril().exp().tril()
-    own = (q @ k.transpose(-1, -2) * between) @ v
+    within = (q @ k.transpose(-1, -2) * between) @ v
     last = passed[..., -1:]
     change = k.transpose(-1, -2) @ (v * (last - passed).exp().unsqueeze(-1))
     since, kept = passed.exp().unsqueeze(-1), last.exp().unsqueeze(-1)
     outs = []
     for i in range(chunks):
-        outs.append(own[:, :, :, i] + q[:, :, :, i] @ state * since[:, :, :, i])
+        outs.append(within[:, :, :, i] + q[:, :, :, i] @ state * since[:, :, :, i])
         state = state * kept[:, :, :, i] + change[:, :, :, i]
     return torch.cat(outs, 3)[:, :, :, :count], state

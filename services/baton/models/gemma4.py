@@ -170,16 +170,16 @@ class Gemma4Decoder(Decoder):
         super().__init__(config, parameters, layers, embedding_scale=scale, logit_softcap=cap)
         self._own_layers = layers
         self._layer_embeddings: LayerEmbeddings | None = None
-        if own := per_layer_size(config):
-            self._layer_embeddings = LayerEmbeddings(config, parameters, own)
+        if embedding_size := per_layer_size(config):
+            self._layer_embeddings = LayerEmbeddings(config, parameters, embedding_size)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         if self._layer_embeddings is None:
             return super().forward(batch)
         hidden = self.embed(batch.tokens)
         embedded = self._layer_embeddings(batch.tokens, hidden)
-        for layer, own in zip(self._own_layers, embedded, strict=True):
-            hidden = layer(hidden, batch, own)
+        for layer, embedded_layer in zip(self._own_layers, embedded, strict=True):
+            hidden = layer(hidden, batch, embedded_layer)
         return batch.chosen(self.norm(hidden))
 
 
@@ -192,17 +192,17 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     ropes: dict[str, Rope] = {}
     for index, kind in enumerate(hf.layer_types):
         layer, inner = parameters.under(f"model.layers.{index}"), hf.intermediate_size
-        own = layer.under("self_attn")
+        attention_parameters = layer.under("self_attn")
         attention: AttentionModule
         if index < own_layers:
             of_layer = hf.per_layer_config[index]
             if kind not in ropes:
                 ropes[kind] = make_rope(replace(config, hf=of_layer, head_dim=of_layer.head_dim), kind)
-            attention = sources[kind] = _attention(config, own, index, of_layer, ropes[kind])
+            attention = sources[kind] = _attention(config, attention_parameters, index, of_layer, ropes[kind])
         elif kind not in sources:
             raise ModelError(f"num_kv_shared_layers: no layer before layer {index} is of its kind, {kind}")
         else:
-            attention = SharedAttention(config, own, sources[kind])
+            attention = SharedAttention(config, attention_parameters, sources[kind])
             inner *= 2 if hf.use_double_wide_mlp else 1
         layers.append(Gemma4Layer(config, layer, attention, inner))
     return Gemma4Decoder(config, parameters, layers)

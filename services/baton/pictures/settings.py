@@ -62,7 +62,7 @@ def read_settings(path: Path) -> PictureSettings:
     if not file.is_file():
         raise CheckpointError(f"{path} has no {FILE}, which says how pictures are resized; get it again")
     raw = read_json(file)
-    wanted = {
+    expected = {
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
         "resample": BICUBIC,
@@ -70,7 +70,7 @@ def read_settings(path: Path) -> PictureSettings:
         "do_rescale": True,
         "do_normalize": True,
     }
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if raw.get(name, value) != value:
             raise CheckpointError(f"{file}: {name} is {raw[name]!r}; only {value!r} is supported")
     size = raw.get("size") or {}

@@ -192,10 +192,10 @@ class SimRunner:
                 self._sample(row, seen),
                 tuple(
                     Logprobs(token, logprob([each]))
-                    for token, each in zip(row.prompt_logprobs or (), wanted, strict=True)
+                    for token, each in zip(row.prompt_logprobs or (), expected, strict=True)
                 ),
             )
-            for row, (seen, wanted) in zip(plan.rows, views, strict=True)
+            for row, (seen, expected) in zip(plan.rows, views, strict=True)
         )
         seeds = (self._seeds[slot] for row in plan.rows for slot in row.sample)
         step.poison = next((seed for seed in seeds if seed in POISONS), 0)

@@ -150,8 +150,8 @@ class SizingPrefill(PrefillShell, SizingNode[PrefillCore]):
 
     def retire(self, step: int) -> None:
         self._retired = step
-        retired = [future for wanted, future in self._waiting if wanted <= step]
-        self._waiting = [(wanted, future) for wanted, future in self._waiting if wanted > step]
+        retired = [future for awaited, future in self._waiting if awaited <= step]
+        self._waiting = [(awaited, future) for awaited, future in self._waiting if awaited > step]
         for future in retired:
             future.done()
 

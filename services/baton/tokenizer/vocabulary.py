@@ -65,8 +65,8 @@ class Vocabulary:
 
     def special_tokens(self, names: Collection[str]) -> frozenset[int]:
         """The special tokens of these texts."""
-        wanted = {name.encode() for name in names}
-        return frozenset(token for token in self.special if self.bytes_of(token) in wanted)
+        spelled = {name.encode() for name in names}
+        return frozenset(token for token in self.special if self.bytes_of(token) in spelled)
 
     @cached_property
     def hash(self) -> str:

@@ -128,8 +128,8 @@ class Recorder:
 
     def of(self, names: Collection[tuple[int, int]]) -> list[Event]:
         """Events of these requests (gateway, request), oldest first. Takes about a millisecond when full."""
-        wanted = frozenset(names)
-        return [_event(event) for event in list(self._ring) if event[2:4] in wanted]
+        chosen = frozenset(names)
+        return [_event(event) for event in list(self._ring) if event[2:4] in chosen]
 
     def since(self, at: float) -> list[Event]:
         """Events after this time, oldest first. Takes as long as there are such events."""

@@ -154,7 +154,7 @@ class WorkerNode(WorkerShell[C]):
             crashed=self._crashed,
             warm=engine.warm,
             cooled=lambda error: _log.warning("first tokens come later: no warm turns", exc_info=error),
-            spare=lambda wanted: None if self.requests else spare.turn(calibration, wanted),
+            spare=lambda interrupted: None if self.requests else spare.turn(calibration, interrupted),
         )
         engine.in_steps.move_to(lambda function: self.steps.call(lambda core, now: function()))
         if before is not None:

@@ -22,12 +22,12 @@ class SpareSteps:
         if engine.device.type == "cpu":
             self._steps = IdleSteps(engine.runner, step_limits(engine), engine.cache, time.monotonic)
 
-    def turn(self, calibration: CostCalibration, wanted: Callable[[], bool]) -> None:
+    def turn(self, calibration: CostCalibration, interrupted: Callable[[], bool]) -> None:
         """See IdleSteps.turn."""
         if self._steps is None:
             return
         try:
-            if self._steps.turn(calibration, wanted):
+            if self._steps.turn(calibration, interrupted):
                 log_cost("steps measured again", calibration.cost)
         except Exception as error:  # if the device is broken, the next request's step fails too
             self._steps = None

@@ -93,17 +93,17 @@ class Processes:
     def refresh(self) -> None:
         """Follows processes that have joined, and forgets those that have left."""
         nodes = self._gateway.nodes
-        wanted = [
+        shown = [
             *(("gateway", address) for address in self._gateway.config.siblings),
             *(("tokenizer", address) for address in nodes.tokenizer.nodes),
             *(("encode", address) for address in nodes.encode),
             *(("prefill", address) for address in nodes.prefill),
             *(("decode", address) for address in nodes.decode),
         ]
-        for key in self._known.keys() - set(wanted):
+        for key in self._known.keys() - set(shown):
             del self._known[key]
             self._following.pop(key).cancel()
-        for key in wanted:
+        for key in shown:
             if key not in self._known:
                 process = self._known[key] = WatchedProcess(*key)
                 name = f"page: {process.role} {process.address}"

@@ -25,7 +25,7 @@ class Drafter(ABC):
     tap: tuple[int, ...] = ()
     """Hidden states that `observe` wants: see `layers.batch.HiddenTap.layers`."""
 
-    def prepare(self, wanted: Sequence[tuple[TokenSequence, int]]) -> None:  # noqa: B027
+    def prepare(self, limits: Sequence[tuple[TokenSequence, int]]) -> None:  # noqa: B027
         """Called before the `draft`s of a step, with the sequences that will be asked for and the most tokens
         of each: a drafter that computes does so for all at once. The others do nothing."""
 

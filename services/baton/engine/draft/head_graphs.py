@@ -73,7 +73,7 @@ class Unread(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class HeadFlight:
+class LaunchedDrafts:
     """Drafts that are under way."""
 
     result: torch.Tensor
@@ -162,7 +162,9 @@ class HeadGraphs:
         fits = (shape for shape in self.shapes if shape.rows >= rows and shape.drafts >= drafts)
         return min(fits, key=lambda shape: shape.rows * shape.pairs, default=None)
 
-    def run(self, shape: HeadShape, rows: Sequence[HeadRow], hidden: Sequence[torch.Tensor]) -> HeadFlight:
+    def run(
+        self, shape: HeadShape, rows: Sequence[HeadRow], hidden: Sequence[torch.Tensor]
+    ) -> LaunchedDrafts:
         """Enqueues the drafts of rows, and their copy to the host. `hidden`: of each row [pairs, values], the
         model's hidden states."""
         at = [i * shape.pairs + j for i, row in enumerate(rows) for j in range(len(row.tokens))]
@@ -178,15 +180,15 @@ class HeadGraphs:
         unread: Sequence[Unread],
         hidden: torch.Tensor,
         verified: tuple[torch.Tensor, torch.Tensor],
-    ) -> HeadFlight:
+    ) -> LaunchedDrafts:
         """`run` for rows of a step that nobody has read: all of its tokens are taken as pairs, of which those
         up to the first wrong draft count. `tokens` of the rows mean nothing but their number, and `behind` is
         that of no right draft. `hidden` and `verified`: as in LaunchedStep."""
         self._fill(shape, rows)
         count, places = len(rows), np.arange(shape.pairs)
         at, sampled, first = np.array(unread, np.int64).T
-        own = np.minimum(places, np.array([len(row.tokens) for row in rows])[:, None] - 1)
-        there = [first, (sampled[:, None] + own).ravel(), (at[:, None] + own).ravel()]
+        pair_offsets = np.minimum(places, np.array([len(row.tokens) for row in rows])[:, None] - 1)
+        there = [first, (sampled[:, None] + pair_offsets).ravel(), (at[:, None] + pair_offsets).ravel()]
         where = to_device(np.concatenate(there), self._device)
         first_at, token_at, hidden_at = torch.split(where, [len(each) for each in there])
         inputs, right = self._inputs(shape), verified[1].index_select(0, first_at)
@@ -196,7 +198,7 @@ class HeadGraphs:
         torch.index_select(hidden, 0, hidden_at, out=self._hidden[: len(hidden_at)])
         return self._run(shape, count)
 
-    def _run(self, shape: HeadShape, rows: int) -> HeadFlight:
+    def _run(self, shape: HeadShape, rows: int) -> LaunchedDrafts:
         graph = self._graphs.get(shape)
         if graph is None:
             self.work(self._inputs(shape))
@@ -208,7 +210,7 @@ class HeadGraphs:
         if graph is not None:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return HeadFlight(found, rows, done)
+        return LaunchedDrafts(found, rows, done)
 
     def work(self, inputs: HeadInputs) -> None:
         """The passes of a step; on buffers, so that a CUDA graph can hold it."""

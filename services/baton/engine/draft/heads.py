@@ -19,7 +19,7 @@ from baton.attention.paged import PagedAttention
 from baton.attention.step import ModelAttention
 from baton.engine.batch import HostBatch
 from baton.engine.draft.draft_head import DraftHead
-from baton.engine.draft.head_graphs import HeadFlight, HeadGraphs, HeadRow, HeadShape, Unread
+from baton.engine.draft.head_graphs import HeadGraphs, HeadRow, HeadShape, LaunchedDrafts, Unread
 from baton.engine.draft.head_state import HeadState, HeadWork
 from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
 from baton.engine.draft.paged_drafter import PagedDrafter
@@ -75,8 +75,8 @@ class HeadDrafter(PagedDrafter):
         """By the batch slot: those that drafts are wanted of in this step and were in the one before, and how
         many are."""
         self._going: list[tuple[HeadState, int]] = []
-        """Those whose drafts `_flight` has, and how many they are."""
-        self._flight: HeadFlight | None = None
+        """Those whose drafts `_launched` has, and how many they are."""
+        self._launched: LaunchedDrafts | None = None
         self._written: torch.cuda.Event | None = None
         """That single passes have written their keys and values; None on a CPU, where they have."""
         if self.device.type == "cuda":
@@ -107,13 +107,13 @@ class HeadDrafter(PagedDrafter):
             self._waiting[state] = None
 
     @torch.inference_mode()
-    def prepare(self, wanted: Sequence[tuple[TokenSequence, int]]) -> None:
+    def prepare(self, limits: Sequence[tuple[TokenSequence, int]]) -> None:
         if self._failed is not None:
             raise self._failed
         self._step += 1
         asked = {
             state: min(most, self._context - len(sequence.tokens))
-            for sequence, most in wanted
+            for sequence, most in limits
             if isinstance(state := sequence.drafting, HeadState)
         }
         self._asked = {
@@ -146,12 +146,12 @@ class HeadDrafter(PagedDrafter):
         self._draft([work for work in works if work.drafts > 0 and _is_ready(work.state)])
         if shape is not None:
             self._draft_by_graph(shape, ready)
-        if going and self._flight is not None:
-            found = list(zip(*self._flight.read(), strict=True))
+        if going and self._launched is not None:
+            found = list(zip(*self._launched.read(), strict=True))
             for state, drafts, place in going:
-                own, finite = found[place]
+                tokens, finite = found[place]
                 for depth in range(drafts):
-                    self._add(state, depth, own[depth], finite[depth])
+                    self._add(state, depth, tokens[depth], finite[depth])
 
     def follow(self, launched: LaunchedStep) -> None:
         try:
@@ -187,8 +187,8 @@ class HeadDrafter(PagedDrafter):
                 continue
             sample, positions = samples[row.slot], range(row.start, row.start + row.count)
             seed, temperature = sequence.seed, sequence.request.params.temperature
-            own = positions, positions, state.pairs, kv.tables[0], temperature, seed, row.start + 2
-            rows.append(HeadRow(*own))
+            row_values = positions, positions, state.pairs, kv.tables[0], temperature, seed, row.start + 2
+            rows.append(HeadRow(*row_values))
             unread.append(Unread(launched.tapped_at[place], launched.firsts[sample], sample))
             states.append((state, drafts))
         if not rows:
@@ -200,7 +200,7 @@ class HeadDrafter(PagedDrafter):
         for (state, _), head_row in zip(states, rows, strict=True):
             state.going, state.last = head_row.positions[0], None
         self._going = states
-        self._flight = self._graphs.run_behind(shape, rows, unread, launched.tapped, launched.verified)
+        self._launched = self._graphs.run_behind(shape, rows, unread, launched.tapped, launched.verified)
 
     def _take_going(self, asked: dict[HeadState, int]) -> list[tuple[HeadState, int, int]]:
         """Takes those out of `asked` whose drafts are under way behind their last token: how many are, and
@@ -249,8 +249,8 @@ class HeadDrafter(PagedDrafter):
 
     def room(self, sequence: TokenSequence, entries: int, tokens: int) -> DraftKv | None:
         # Those that make room may have pages that the device still writes.
-        if self._flight is not None:
-            self._flight.wait()
+        if self._launched is not None:
+            self._launched.wait()
         if self._written is not None:
             self._written.synchronize()
         following, namespace = _key(sequence, entries + 1 if entries == tokens - 1 else 0)
@@ -378,8 +378,8 @@ class HeadDrafter(PagedDrafter):
             row_state = work.positions, work.state.pairs, work.kv.tables[0]
             seed = work.state.sequence.seed
             rows.append(HeadRow(following, *row_state, request.params.temperature, seed, len(tokens)))
-        flight = self._graphs.run(shape, rows, [work.hidden[0] for work in works])
-        for work, drafts, finite in zip(works, *flight.read(), strict=True):
+        launched = self._graphs.run(shape, rows, [work.hidden[0] for work in works])
+        for work, drafts, finite in zip(works, *launched.read(), strict=True):
             state = work.state
             state.pairs += len(work.positions)
             state.last, state.behind = None, len(state.sequence.tokens)

@@ -30,10 +30,10 @@ class MedusaDrafter(Drafter):
         sequence.drafting = start + len(hidden) + 1, hidden[-1].clone()
 
     @torch.inference_mode()
-    def prepare(self, wanted: Sequence[tuple[TokenSequence, int]]) -> None:
+    def prepare(self, limits: Sequence[tuple[TokenSequence, int]]) -> None:
         self._guesses.clear()
         states, rows = list[torch.Tensor](), list[tuple[TokenSequence, int]]()
-        for sequence, most in wanted[: self._most_rows]:
+        for sequence, most in limits[: self._most_rows]:
             known = sequence.drafting
             if isinstance(known, tuple) and known[0] == len(sequence.tokens):
                 self._sampler.init(len(rows), sequence)

@@ -46,7 +46,7 @@ class ModelDrafter(PagedDrafter):
         self._launched = 0
         """Steps of its own runner."""
 
-    def prepare(self, wanted: Sequence[tuple[TokenSequence, int]]) -> None:
+    def prepare(self, limits: Sequence[tuple[TokenSequence, int]]) -> None:
         self._step += 1
         budget = self._budget
         rows, inits = list[PlanRow](), list[SlotInit]()
@@ -54,7 +54,7 @@ class ModelDrafter(PagedDrafter):
         """What is kept of a sequence, its tokens, and how many are drafted."""
         known: list[tuple[DraftKv, list[int], int]] = []
         """What is kept of each row's sequence, its tokens, and how many then have keys and values."""
-        for sequence, most in wanted:
+        for sequence, most in limits:
             tokens = sequence.tokens
             most = min(most, self._context - len(tokens))
             if most < 1 or not budget:

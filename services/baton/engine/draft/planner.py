@@ -50,10 +50,10 @@ class DraftPlanner:
             return {}
         config, lengths = self._config, self.lengths
         room = config.token_budget // 2 - len(rows)
-        wanted = [(sequence, most) for sequence in rows if (most := self._most(sequence, room, step)) > 0]
+        limits = [(sequence, most) for sequence in rows if (most := self._most(sequence, room, step)) > 0]
         found: dict[TokenSequence, Drafts] = {}
         with self._guarded():
-            found = self._guesses(wanted, room)
+            found = self._guesses(limits, room)
         if config.draft_adaptive and found:
             budget = config.token_budget - len(rows)
             chosen = lengths.choose(
@@ -71,12 +71,12 @@ class DraftPlanner:
             found = {s: drafts[: s.drafted + count] for (s, drafts), count in pairs if count}
         return {sequence: self._with_pages(sequence, drafts) for sequence, drafts in found.items()}
 
-    def _guesses(self, wanted: Sequence[tuple[TokenSequence, int]], room: int) -> dict[TokenSequence, Drafts]:
+    def _guesses(self, limits: Sequence[tuple[TokenSequence, int]], room: int) -> dict[TokenSequence, Drafts]:
         """What the drafter guesses for each sequence that it has a guess for."""
         # It does not know the tokens in flight, and guesses them too.
-        self.drafter.prepare([(sequence, sequence.unread + most) for sequence, most in wanted])
+        self.drafter.prepare([(sequence, sequence.unread + most) for sequence, most in limits])
         found: dict[TokenSequence, Drafts] = {}
-        for sequence, most in wanted:
+        for sequence, most in limits:
             unread, stops = sequence.unread, sequence.request.params.stop_token_ids
             guess = self.drafter.draft(sequence, unread + min(most, room))[unread - sequence.drafted :]
             # Nothing follows a stop token; a grammar cannot even say what might.

@@ -58,9 +58,9 @@ def _weighed(gate_up, x, weight, out, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     share = 1 / (1 + tl.exp(-tl.sum(total, 0)))
     for start in range(0, INNER, BLOCK):
         inside = start + column < INNER
-        own = gate_up + token * (2 * INNER) + start + column
-        gate = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(own + INNER, mask=inside, other=0.0).to(tl.float32)
+        gate_at = gate_up + token * (2 * INNER) + start + column
+        gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_at + INNER, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + token * INNER + start + column, gate / (1 + tl.exp(-gate)) * up * share, mask=inside)
 
 

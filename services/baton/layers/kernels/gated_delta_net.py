@@ -75,12 +75,12 @@ def _step(
     at = head * (K * V) + k[:, None] * V + v[None, :]
     inside = (k < K)[:, None] & (v < V)[None, :]
     state = tl.load(states + read * page_stride + at, mask=inside & (position > 0), other=0.0)
-    own = mixed + row.to(tl.int64) * mixed_stride
-    query = tl.load(own + key_head * K + k, mask=k < K, other=0.0).to(tl.float32)
-    key = tl.load(own + (KEY_HEADS + key_head) * K + k, mask=k < K, other=0.0).to(tl.float32)
+    projected = mixed + row.to(tl.int64) * mixed_stride
+    query = tl.load(projected + key_head * K + k, mask=k < K, other=0.0).to(tl.float32)
+    key = tl.load(projected + (KEY_HEADS + key_head) * K + k, mask=k < K, other=0.0).to(tl.float32)
     query = query * (tl.rsqrt(tl.sum(query * query, 0) + l2_eps) * scale)
     key = key * tl.rsqrt(tl.sum(key * key, 0) + l2_eps)
-    value = tl.load(own + 2 * KEY_HEADS * K + head * V + v, mask=v < V, other=0.0).to(tl.float32)
+    value = tl.load(projected + 2 * KEY_HEADS * K + head * V + v, mask=v < V, other=0.0).to(tl.float32)
     gate = gates + row.to(tl.int64) * gates_stride + head
     beta = 1 / (1 + tl.exp(-tl.load(gate).to(tl.float32)))
     a = tl.load(gate + HEADS).to(tl.float32)
@@ -139,10 +139,12 @@ def _walk(
         first, count = tl.load(pieces + piece * 4), tl.load(pieces + piece * 4 + 1)
         for token in tl.range(first, first + count):
             where = tl.cast(token, tl.int64)
-            own = mixed + where * mixed_stride
-            query = tl.load(own + key_head * K + k, mask=k < K, other=0.0).to(tl.float32)
-            key = tl.load(own + (KEY_HEADS + key_head) * K + k, mask=k < K, other=0.0).to(tl.float32)
-            value = tl.load(own + 2 * KEY_HEADS * K + head * V + v, mask=v < V, other=0.0).to(tl.float32)
+            projected = mixed + where * mixed_stride
+            query = tl.load(projected + key_head * K + k, mask=k < K, other=0.0).to(tl.float32)
+            key = tl.load(projected + (KEY_HEADS + key_head) * K + k, mask=k < K, other=0.0).to(tl.float32)
+            value = tl.load(projected + 2 * KEY_HEADS * K + head * V + v, mask=v < V, other=0.0).to(
+                tl.float32
+            )
             gate = gates + where * gates_stride + head
             beta = 1 / (1 + tl.exp(-tl.load(gate).to(tl.float32)))
             a = tl.load(gate + HEADS).to(tl.float32)

@@ -64,11 +64,11 @@ def _step(
     at = head * (N * P) + n[:, None] * P + p[None, :]
     inside = (n < N)[:, None] & (p < P)[None, :]
     state = tl.load(states + read * page_stride + at, mask=inside & (position > 0), other=0.0)
-    own = mixed + row.to(tl.int64) * mixed_stride
-    keys = own + HEADS * P + group * N + n
+    projected = mixed + row.to(tl.int64) * mixed_stride
+    keys = projected + HEADS * P + group * N + n
     key = tl.load(keys, mask=n < N, other=0.0).to(tl.float32)
     query = tl.load(keys + GROUPS * N, mask=n < N, other=0.0).to(tl.float32)
-    value = tl.load(own + head * P + p, mask=p < P, other=0.0).to(tl.float32)
+    value = tl.load(projected + head * P + p, mask=p < P, other=0.0).to(tl.float32)
     of_gates = row.to(tl.int64) * gates_stride + head
     size = _size(tl.load(steps + of_gates), tl.load(biases + head), least, most)
     state = state * tl.exp(-tl.load(rates + head) * size) + key[:, None] * (value * size)[None, :]
@@ -125,11 +125,11 @@ def _walk(
         first, count = tl.load(pieces + piece * 4), tl.load(pieces + piece * 4 + 1)
         for token in tl.range(first, first + count):
             where = tl.cast(token, tl.int64)
-            own = mixed + where * mixed_stride
-            keys = own + HEADS * P + group * N + n
+            projected = mixed + where * mixed_stride
+            keys = projected + HEADS * P + group * N + n
             key = tl.load(keys, mask=n < N, other=0.0).to(tl.float32)
             query = tl.load(keys + GROUPS * N, mask=n < N, other=0.0).to(tl.float32)
-            value = tl.load(own + head * P + p, mask=p < P, other=0.0).to(tl.float32)
+            value = tl.load(projected + head * P + p, mask=p < P, other=0.0).to(tl.float32)
             size = _size(tl.load(steps + where * gates_stride + head), bias, least, most)
             state = state * tl.exp(-rate * size) + key[:, None] * (value * size)[None, :]
             result = tl.sum(query[:, None] * state, 0) + skip * value

@@ -134,9 +134,9 @@ def _gate_up(
         z = z * factor
         open_by = open_by * factor
     if EXPERT_BIAS:
-        own = expert_bias + expert.to(tl.int64) * (2 * INNER) + n
-        y += tl.load(own, mask=n < INNER, other=0.0).to(tl.float32)
-        z += tl.load(own + INNER, mask=n < INNER, other=0.0).to(tl.float32)
+        expert_at = expert_bias + expert.to(tl.int64) * (2 * INNER) + n
+        y += tl.load(expert_at, mask=n < INNER, other=0.0).to(tl.float32)
+        z += tl.load(expert_at + INNER, mask=n < INNER, other=0.0).to(tl.float32)
     y = gated(y, z, CLAMPED, ALPHA, LIMIT)
     if SHARE:
         y = tl.where(common, y / (1 + tl.exp(-open_by)), y)
@@ -173,7 +173,7 @@ def _down(
     token = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pairs: tl.constexpr = TOP_K + SHARED
-    own = x + token.to(tl.int64) * (pairs * INNER)
+    activated = x + token.to(tl.int64) * (pairs * INNER)
     total = tl.zeros((CHOICES, ROWS, COLUMNS), tl.float32)
     for first in tl.static_range(0, pairs, CHOICES):
         choice = first + tl.arange(0, CHOICES)
@@ -201,7 +201,7 @@ def _down(
             at = start[:, :, None] + k[None, None, :]
             w = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             there = known[:, None] & (k < INNER)[None, :]
-            value = tl.load(own + choice[:, None] * INNER + k[None, :], mask=there, other=0.0)
+            value = tl.load(activated + choice[:, None] * INNER + k[None, :], mask=there, other=0.0)
             value = value.to(tl.float32) * share[:, None]
             if SCALED == "rows":
                 w *= units

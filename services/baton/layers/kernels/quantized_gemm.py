@@ -61,11 +61,11 @@ def _gemm(
     n = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
     split = tl.program_id(1)
     part: tl.constexpr = (K + SPLITS - 1) // SPLITS
-    own = tl.minimum(n, columns - 1)
+    output = tl.minimum(n, columns - 1)
     column = tl.arange(0, BK)
-    at = own.to(tl.int64)[:, None] * K + column[None, :]
+    at = output.to(tl.int64)[:, None] * K + column[None, :]
     second = columns.to(tl.int64) * K
-    scales = own // SHARED * GROUPS
+    scales = output // SHARED * GROUPS
     second_scales = columns // SHARED * GROUPS
     tokens = x + m.to(tl.int64)[:, None] * K + column[None, :]
     total = tl.zeros((BN, BM), tl.float32)
@@ -86,9 +86,9 @@ def _gemm(
         if GATED:
             up *= tl.load(scale + scales + second_scales)[:, None]
     if BIAS:
-        total += tl.load(bias + own).to(tl.float32)[:, None]
+        total += tl.load(bias + output).to(tl.float32)[:, None]
         if GATED:
-            up += tl.load(bias + columns + own).to(tl.float32)[:, None]
+            up += tl.load(bias + columns + output).to(tl.float32)[:, None]
     if GATED:
         total = total / (1 + tl.exp(-total)) * up
     place = (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]

@@ -119,8 +119,8 @@ def _pieces(
         total += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)
     for tap in tl.static_range(W):
         source = token - (W - 1) + tap
-        own = source >= begin
-        value = _taken(x, source.to(tl.int64) * x_stride + c, inside & own, C, GATED)
+        in_chunk = source >= begin
+        value = _taken(x, source.to(tl.int64) * x_stride + c, inside & in_chunk, C, GATED)
         if tap < W - 1:
             before = windows + (source - begin + W - 1) * C + c
             value += tl.load(before, mask=inside & (source < begin) & (position > 0), other=0.0)
@@ -161,8 +161,8 @@ def _keep(
         if tl.load(piece + 3) != 0:
             end = tl.load(piece) + tl.load(piece + 1)
             source = end - (W - 1) + tap
-            own = source >= begin
-            value = _taken(x, source.to(tl.int64) * x_stride + c, inside & own, C, GATED)
+            in_chunk = source >= begin
+            value = _taken(x, source.to(tl.int64) * x_stride + c, inside & in_chunk, C, GATED)
             before = read + (source - begin + W - 1) * C + c
             value += tl.load(before, mask=inside & (source < begin) & (position > 0), other=0.0)
             tl.debug_barrier()
@@ -194,8 +194,10 @@ def convolve(
     blocks, with_bias = triton.cdiv(channels, _CHANNELS), weight if bias is None else bias
     more = {"BIAS": bias is not None, "SILU": silu}
     if rows.singles:
-        own = windows, tables, slots, positions
-        _step[(rows.singles, blocks)](inputs, weight, with_bias, out, *own, *strides, **options, **more)
+        state_arguments = windows, tables, slots, positions
+        _step[(rows.singles, blocks)](
+            inputs, weight, with_bias, out, *state_arguments, *strides, **options, **more
+        )
     if rows.pieces is not None and rows.starts is not None:
         where = windows, tables, slots, positions, rows.pieces
         grid = len(rows.pieces), triton.cdiv(channels, 64)

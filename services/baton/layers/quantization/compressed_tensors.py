@@ -102,9 +102,9 @@ class Packed:
 
 
 def _checked(scale: torch.Tensor, codes: torch.Tensor, group: int) -> torch.Tensor:
-    wanted = -(-codes.shape[1] // group)
-    if scale.shape[1] != wanted:
-        raise ValueError(f"scales of shape {list(scale.shape)} instead of {[len(codes), wanted]}")
+    expected = -(-codes.shape[1] // group)
+    if scale.shape[1] != expected:
+        raise ValueError(f"scales of shape {list(scale.shape)} instead of {[len(codes), expected]}")
     return scale
 
 

@@ -99,7 +99,7 @@ class Borrower:
         self._cache = scheduler.cache
         self._stats = stats
         self._recorder = recorder
-        self._wanted: dict[EngineRequest, PromptToBorrow] = {}
+        self._prompts: dict[EngineRequest, PromptToBorrow] = {}
         self._meter = PullMeter()
         self._measured = 0.0
         """When something was last measured, on the recorder's clock."""
@@ -123,29 +123,29 @@ class Borrower:
         makes a name for what is asked for."""
         each = list({source.address: source for source in sources}.values())
         if each and self.able:
-            self._wanted[request] = PromptToBorrow(each, next_name)
+            self._prompts[request] = PromptToBorrow(each, next_name)
             for source in each:
                 self.peers.setdefault(source.address, Peer(up=False, since=now))
 
     def waits(self, request: EngineRequest) -> bool:
         """Whether pages for the request are under way."""
-        wanted = self._wanted.get(request)
-        return wanted is not None and wanted.running is not None
+        to_borrow = self._prompts.get(request)
+        return to_borrow is not None and to_borrow.running is not None
 
     def settled(self, leader: Sequence, now: float) -> bool:
         """Whether the sequence, which is to be computed here, need not wait for pages. Asks the next source
         that is worth it."""
         request, size = leader.request, self._cache.page_size
-        wanted = self._wanted.get(request)
-        if wanted is None or request.wants_all_positions:
+        to_borrow = self._prompts.get(request)
+        if to_borrow is None or request.wants_all_positions:
             return True
-        if wanted.running is not None:
+        if to_borrow.running is not None:
             return False
         if self._promotes_first(leader):
             return True
         cached = self._scheduler.cached_pages(leader)
-        while wanted.sources:
-            source = wanted.sources[0]
+        while to_borrow.sources:
+            source = to_borrow.sources[0]
             # The last token is computed, for its logits.
             rows = min(source.tokens, len(leader.tokens) - 1) // size
             peer = self.peers.get(source.address)
@@ -155,18 +155,18 @@ class Borrower:
                 if self._may_ask(source, peer):
                     if self._scheduler.reservations.headroom < (rows - cached) * len(self._cache.groups):
                         return True  # nor is there room to compute it
-                    self._ask(wanted, wanted.sources.pop(0), leader, cached * size, rows * size, now)
+                    self._ask(to_borrow, to_borrow.sources.pop(0), leader, cached * size, rows * size, now)
                     return False
-            wanted.sources.pop(0)
-        del self._wanted[request]
+            to_borrow.sources.pop(0)
+        del self._prompts[request]
         return True
 
     def ended(self, request: EngineRequest) -> None:
         """The request has ended."""
-        wanted = self._wanted.pop(request, None)
-        if wanted is not None and wanted.running is not None:
-            self.fetches.abandon(wanted.running)
-            self._give_up(wanted.running)
+        to_borrow = self._prompts.pop(request, None)
+        if to_borrow is not None and to_borrow.running is not None:
+            self.fetches.abandon(to_borrow.running)
+            self._give_up(to_borrow.running)
 
     def _promotes_first(self, leader: Sequence) -> bool:
         """Whether pages come, or are now to come, out of this worker's own host tier. What that lacks is
@@ -201,10 +201,16 @@ class Borrower:
         return cost.token * (end - begin) + cost.pair * chunk_pairs(begin, end - begin)
 
     def _ask(
-        self, wanted: PromptToBorrow, source: PromptSource, leader: Sequence, begin: int, end: int, now: float
+        self,
+        to_borrow: PromptToBorrow,
+        source: PromptSource,
+        leader: Sequence,
+        begin: int,
+        end: int,
+        now: float,
     ) -> None:
-        size, name = self._cache.page_size, wanted.next_name()
-        borrowing = wanted.running = Borrowing(
+        size, name = self._cache.page_size, to_borrow.next_name()
+        borrowing = to_borrow.running = Borrowing(
             name=name,
             address=source.address,
             last_seen=now,
@@ -329,8 +335,8 @@ class Borrower:
 
     def _give_up(self, borrowing: Borrowing) -> None:
         """The pages are the tree's now, or nobody's; a pull that still runs keeps them until its end."""
-        wanted = self._wanted.get(borrowing.request)
-        if wanted is not None:
-            wanted.running = None
+        to_borrow = self._prompts.get(borrowing.request)
+        if to_borrow is not None:
+            to_borrow.running = None
         if borrowing.block_table is not None:
             self._cache.release(borrowing.block_table, 0)
