@@ -208,8 +208,10 @@ class HeadDrafter(PagedDrafter):
         found, going, self._going = [], self._going, []
         for place, (state, drafts) in enumerate(going):
             came, state.going = state.going < 0, -1
-            if came and not state.lost and state in asked and state.seen == len(state.sequence.tokens) - 1:
-                self.slots.take(state.kv, 0, self._step)
+            if not came or state.kv is None or state.lost or state not in asked:
+                continue
+            if state.seen == len(state.sequence.tokens) - 1:
+                self.slots.use(state.kv, self._step)
                 found.append((state, min(drafts, asked.pop(state)), place))
         return found
 

@@ -86,15 +86,21 @@ class DraftKvSlots:
             size = self.cache.page_size
             block_table = self.cache.hold(tokens, namespace, max(0, len(tokens) - last) // size)
             kv = DraftKv(self._free.pop(), block_table, list(tokens[: len(block_table) * size]))
-        self._kept.pop(kv, None)
-        self._kept[kv] = None
-        kv.used, kv.guess = step, []
-        rows = max(len(kv.block_table), -(-room // self.cache.page_size))
+        self.use(kv, step)
+        rows = -(-room // self.cache.page_size)
+        if rows <= len(kv.block_table):
+            return kv
         while self.cache.lacking(kv.block_table, rows) > self.cache.available:
             if not self._make_room(step):
                 return None
         self.cache.extend(kv.block_table, rows)
         return kv
+
+    def use(self, kv: DraftKv, step: int) -> None:
+        """It makes no room for others in this step."""
+        self._kept.pop(kv, None)
+        self._kept[kv] = None
+        kv.used, kv.guess = step, []
 
     def keep(self, kv: DraftKv, tokens: Sequence[int], count: int) -> None:
         """Keys and values of the sequence's first `count` tokens are in its pages for good."""
