@@ -102,10 +102,9 @@ class GatedDeltaNet(RecurrentModule):
             own_rows = {name: rows[name] for name in parts}
             return parameters.linear(parts, hidden, False, own_convert, quantize=quantize, rows=own_rows)
 
-        self.one_input = parameters.plan == WeightPlan()
         self.gates: Linear | None = None
         """Projects the gates, which may have more bits than `input` has; None: `input` does."""
-        if self.one_input:
+        if parameters.plan == WeightPlan():
             self.input = projection({**large, **small}, False)
         else:
             self.input, self.gates = projection(large, True), projection(small, False)

@@ -22,8 +22,6 @@ CHUNK = 16
 class KimiDeltaAttention(RecurrentModule):
     """A layer whose state is, for each head, a matrix [dim, dim], and the last inputs of the convolutions."""
 
-    one_input = False
-
     def __init__(
         self,
         parameters: Parameters,

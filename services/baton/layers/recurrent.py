@@ -30,8 +30,6 @@ class RecurrentModule(ABC):
     cuts: Sequence[TensorSlice | None] | None = None
     """The part of each tensor of a state that this rank has, where it does not have all; None: the module
     cannot be divided among ranks."""
-    one_input = True
-    """Whether `input` alone projects what `write` takes."""
     _most_drafts = (0, 0)
     _drafted: torch.Tensor | None = None
     """[slots, drafts, outputs of `project`]: what was projected of the drafts in each slot's last row."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from baton.layers.attention import Attention, AttentionModule, AttentionOptions
 from baton.layers.batch import FINAL, Batch
 from baton.layers.cache_spec import CacheSpec, State
+from baton.layers.gated_delta_net import GatedDeltaNet
 from baton.layers.linear import Linear, Transposed, WeightLayout, fastest_layout, fastest_product
 from baton.layers.mla import MlaAttention
 from baton.layers.mlp import GatedMlp
@@ -22,6 +23,7 @@ from baton.layers.quantization.cpu import MakeProduct
 from baton.layers.quantization.weight_method import QuantizedWeight
 from baton.layers.recurrent import RecurrentModule
 from baton.layers.rope import Rope
+from baton.layers.short_convolution import GatedConvolution
 from baton.layers.tensor_parallel import Communicator, Shard
 from baton.models.config import ModelConfig
 from baton.models.device_mixture import kernels_know
@@ -380,8 +382,8 @@ def narrowed(embedding: torch.Tensor) -> torch.Tensor:
 
 def plain_layers(decoder: LanguageModel) -> list[DecoderLayer] | None:
     """The layers if all are like those of Llama or of DeepSeek, of 16 bits: heads of one number and size,
-    rotated alike, wholly or in part, or latents, or a recurrent layer with one projection before it; a gated
-    SiLU layer or a mixture of such or of gpt-oss' experts; else None."""
+    rotated alike, wholly or in part, or latents, or short convolutions or Gated DeltaNet with one projection
+    before it; a gated SiLU layer or a mixture of such or of gpt-oss' experts; else None."""
     if not isinstance(decoder, Decoder):
         return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
@@ -393,9 +395,9 @@ def plain_layers(decoder: LanguageModel) -> list[DecoderLayer] | None:
 
 def _plain(layer: DecoderLayer) -> bool:
     attention = layer.attention
-    known = type(attention) in (Attention, MlaAttention)
-    if isinstance(attention, RecurrentModule):
-        known = attention.one_input
+    known = type(attention) in (Attention, MlaAttention, GatedConvolution)
+    if isinstance(attention, GatedDeltaNet):
+        known = attention.gates is None
     module = layer.feed_forward
     if isinstance(module, Mixture):
         return known and kernels_know(module)
