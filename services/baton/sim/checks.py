@@ -156,7 +156,9 @@ class Ledger:
         if self._ranked:
             kinds = (*kinds, "step")  # it ends a worker of several ranks
         if code == "UNAVAILABLE" and not spec.resume:
-            kinds = (*kinds, "role")  # others go on elsewhere
+            if self._scenario.gateway.auto_roles is not None:
+                return True  # a change of role needs no fault; others go on elsewhere
+            kinds = (*kinds, "role")
         return not spec.probe and any(f.kind in kinds and f.at <= now for f in self._scenario.faults)
 
 
