@@ -1,6 +1,6 @@
 """A Ray cluster of several hosts, all on this machine: a raylet each. Run by a Python that has Ray, with the
-number of CPUs of each as arguments; the first is the head. Prints a line of JSON, the head's address and the
-raylets' pids, and ends the cluster when its standard input ends."""
+number of CPUs of each as arguments; the first is the head. Prints a line of JSON, the head's address, the
+raylets' pids and that of the head's store (GCS), and ends the cluster when its standard input ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def main() -> None:
     cluster = Cluster()
     nodes = [add_host(cluster, int(count)) for count in sys.argv[1:]]
     raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
-    print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
+    store = nodes[0].all_processes["gcs_server"][0].process.pid
+    print(json.dumps({"address": cluster.address, "raylets": raylets, "store": store}), flush=True)
     sys.stdin.read()
     cluster.shutdown()
 

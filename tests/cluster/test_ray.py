@@ -29,6 +29,8 @@ HOSTS = Path(__file__).with_name("ray_hosts.py")
 BATON = (str(PYTHON), "-P", "-m", "baton.cli.main")
 WHOLE_SECONDS = 60.0
 START_SECONDS = 240.0
+SERVED_SECONDS, END_SECONDS = 55.0, 150.0
+"""Without the head: requests are served for a minute, and then the deployment ends."""
 OUTPUT = 200
 LONG = " ".join(f"word{number}" for number in range(40))
 """More tokens than a decode node prefills itself."""
@@ -71,13 +73,13 @@ def own(process: psutil.Process) -> bool:
 class Hosts:
     """The raylets, of which the first is the head's and that of `baton up`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *cpus: int) -> None:
         self.folder = tempfile.TemporaryDirectory(
             prefix="ray-", dir="/tmp"
         )  # Ray's sockets need a short path
         self.environment = {**os.environ, "RAY_TMPDIR": self.folder.name, "RAY_USAGE_STATS_ENABLED": "0"}
         self.process = subprocess.Popen(
-            [str(PYTHON), str(HOSTS), "2", "4", "4"],
+            [str(PYTHON), str(HOSTS), *map(str, cpus)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -86,7 +88,7 @@ class Hosts:
         )
         assert self.process.stdout is not None
         found = json.loads(self.process.stdout.readline())
-        self.address, self.raylets = found["address"], found["raylets"]
+        self.address, self.raylets, self.store = found["address"], found["raylets"], found["store"]
 
     def actors(self, role: str, raylet: int) -> list[psutil.Process]:
         title = f"ray::{role.title()}Actor"
@@ -128,7 +130,7 @@ class Up:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    found = Hosts()
+    found = Hosts(2, 4, 4)
     try:
         yield found
     finally:
@@ -227,6 +229,56 @@ def test_streams_go_on_while_workers_actors_and_hosts_come_and_go(hosts, tmp_pat
     wait(lambda: not alive(seen - agents), "the end of all its processes", 30)
     assert not [path for path in mapped if path.exists()]
     assert not list((tmp_path / "logs").glob("*.nodes"))
+
+
+def test_the_ranks_of_a_worker_share_a_host(hosts, tmp_path):
+    up = Up(hosts, tmp_path, "--prefill", "1", "--decode", "2", "--tp", "2")
+    try:
+        with Client(up.server) as client, load(client):
+            families = [{each.pid for each in family(raylet)} for raylet in hosts.raylets]
+            reports = json.loads(up.baton("status", "--json").stdout)
+            ranks = [
+                {int(rank["pid"]) for rank in report["info"]["ranks"]}
+                for report in reports
+                if report["role"] in ("prefill", "decode")
+            ]
+            assert [len(each) for each in ranks] == [2, 2, 2]
+            assert all(any(each <= host for host in families) for each in ranks)
+            actor = next(each for raylet in hosts.raylets for each in hosts.actors("decode", raylet))
+            child = {each.pid for each in actor.children(recursive=True)}
+            assert len(child) >= 2
+            actor.kill()
+            wait(lambda: up.whole(1), "a decode node instead", WHOLE_SECONDS)
+            wait(lambda: not alive(child), "the end of all its ranks", 30)
+    finally:
+        up.process.send_signal(signal.SIGTERM)
+        code = up.process.wait(90)
+    assert code == 0, up.said
+
+
+def test_without_the_head_requests_are_served_until_ray_ends_its_hosts(tmp_path):
+    """Its store is the part that the other hosts need."""
+    hosts = Hosts(2, 4)
+    try:
+        up = Up(hosts, tmp_path, "--prefill", "1", "--decode", "2")
+        seen = {each.pid for raylet in hosts.raylets for each in family(raylet)}
+        mapped = segments(seen)
+        try:
+            with Client(up.server) as client, load(client) as done:
+                count, store = len(done), psutil.Process(hosts.store)
+                store.kill()
+                began = time.monotonic()
+                wait(lambda: len(done) >= count + 3, "streams without it", SERVED_SECONDS)
+                assert up.process.poll() is None, up.said
+            wait(lambda: up.process.poll() is not None, "the end of the deployment", END_SECONDS)
+            print(f"the deployment has ended {time.monotonic() - began:.0f} s after the head")
+        finally:
+            up.process.kill()
+            up.process.wait()
+        wait(lambda: not alive(seen), "the end of all its processes", 90)
+        assert not [path for path in mapped if path.exists()]
+    finally:
+        hosts.close()
 
 
 @pytest.mark.parametrize(
