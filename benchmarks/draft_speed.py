@@ -99,7 +99,7 @@ def rate_for(tokens: float, drafts: int) -> float:
 def write_head(model: Path, path: Path) -> None:
     """An EAGLE-3 head of random weights for this model."""
     config = read_config(model)
-    hidden, inner, dim = config.hidden_size, 3 * config.hidden_size, 128
+    hidden, inner, dim = config.hidden_size, 3 * config.hidden_size, min(128, config.head_dim)
     heads, kv_heads = hidden // dim, config.num_kv_heads
     shapes = {
         "fc": (hidden, 3 * hidden),
@@ -136,6 +136,8 @@ def write_head(model: Path, path: Path) -> None:
         "vocab_size": config.vocab_size,
         "draft_vocab_size": drafts,
     }
+    if config.num_layers < 6:  # fewer than the format's default layers need
+        own["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     path.mkdir()
     (path / "config.json").write_text(json.dumps(own))
     save_file(tensors, path / "model.safetensors")

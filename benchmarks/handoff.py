@@ -2,6 +2,7 @@
 
     python benchmarks/handoff.py --json handoff.json
     python benchmarks/handoff.py --sizes 1:1 1:2 2:1 2:2 --prompts 2048 16384      two GPUs or more
+    python benchmarks/handoff.py --draft off suffix head --prompts 2048
 
 Prefill and decode nodes, random weights in the shape of Qwen3-8B, requests one at a time through the gateway
 of a pair. The nodes are those of `baton serve` with time stamps in them (benchmarks/stamps.py). Prints for
@@ -22,10 +23,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from draft_speed import write_head
 from rich.console import Console
 from rich.table import Table
 from shared import make_parser, save_results
-from stamps import EVENTS
+from stamps import DRAFTS, EVENTS
 from timed import Ask, ask
 
 from baton.bench.machine import visible_gpus
@@ -39,6 +41,8 @@ from make_shape import SHAPES, write_shape
 from process import Process
 
 OUTPUT_TOKENS = 4
+DRAFT_TOKENS = 3
+"""However few are right."""
 WARMUP = 2
 """Requests of each length before those that count."""
 PAUSE_SECONDS = 0.1
@@ -49,19 +53,21 @@ Stamp = tuple[float, str]
 
 
 Times = dict[str, float]
-"""Event of `stamps.EVENTS` -> milliseconds since the prefill node read the last chunk's results."""
+"""Event of `stamps.EVENTS` -> milliseconds since the prefill node read the last chunk's results; DRAFTS,
+where the first decode step carried some: when it was planned."""
 
 
 def times_of(stamps: Iterable[Stamp]) -> Times:
     """Of one request. Raises ValueError where it was not handed off."""
     at: dict[str, float] = {}
     for seconds, what in sorted(stamps):
-        if what not in ("launching", "launched") or what not in at:
+        if what not in ("launching", "launched", DRAFTS) or what not in at:
             at[what] = seconds  # pulls: the last; decode steps: the first
     missing = [what for what in EVENTS if what not in at]
     if missing:
         raise ValueError(f"a request was not handed off: no stamp says {', '.join(missing)}")
-    return {what: 1e3 * (at[what] - at["read"]) for what in EVENTS}
+    drafts = [DRAFTS] if at.get(DRAFTS) == at["launching"] else []
+    return {what: 1e3 * (at[what] - at["read"]) for what in (*EVENTS, *drafts)}
 
 
 def take_stamps(folder: Path) -> list[Stamp]:
@@ -75,15 +81,19 @@ def take_stamps(folder: Path) -> list[Stamp]:
 
 Sizes = tuple[int, int]
 """Ranks of the prefill node, of the decode node."""
-Found = dict[tuple[Sizes, int], tuple[float, list[Times]]]
-"""By sizes and prompt length: bytes pulled a token of the prompt, and each request's times."""
+Found = dict[tuple[str, Sizes, int], tuple[float, list[Times]]]
+"""By --draft, sizes and prompt length: bytes pulled a token of the prompt, and each request's times."""
 
 
 class Pairs:
     """Workers of each size, and a gateway for each pair of sizes."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path, draft: str) -> None:
         write_shape(args.shape, folder / "model")
+        if draft == "head":
+            draft = str(folder / "head")
+            write_head(folder / "model", folder / "head")
+        self._draft = draft
         self.deployment = Deployment(folder, folder / "model")
         self._stamps = folder / "stamps"
         self._stamps.mkdir()
@@ -99,7 +109,10 @@ class Pairs:
         args = self._args
         flags = ["--device", args.device, "--load-format", "dummy", "--kv-tokens", str(args.kv_tokens)]
         budget = ["--token-budget", str(args.budget)] if role == "prefill" else []
-        worker = self.deployment.add_worker(role, *flags, *budget, "--tp", str(tp))
+        draft = ["--draft", self._draft]
+        if role == "decode" and self._draft != "off":
+            draft += ["--draft-tokens", str(DRAFT_TOKENS)]
+        worker = self.deployment.add_worker(role, *flags, *budget, *draft, "--tp", str(tp))
         worker.program = (sys.executable, str(Path(__file__).with_name("stamps.py")))
         worker.environment["HANDOFF_STAMPS"] = str(self._stamps)
         if args.device == "cuda":
@@ -123,22 +136,26 @@ class Pairs:
         return size, each
 
 
-async def measure(args: argparse.Namespace, pairs: Pairs) -> Found:
+async def measure(args: argparse.Namespace, draft: str, pairs: Pairs) -> Found:
     return {
-        (sizes, length): await pairs.measure(sizes, length) for sizes in args.sizes for length in args.prompts
+        (draft, sizes, length): await pairs.measure(sizes, length)
+        for sizes in args.sizes
+        for length in args.prompts
     }
 
 
 def table_of(found: Found) -> Table:
     table = Table(title="milliseconds since the last chunk's results were read, medians")
-    for heading in ("ranks", "prompt", *EVENTS[1:], "launched, least to most", "bytes a token"):
+    ends = ("launched, least to most", "bytes a token", "with drafts")
+    for heading in ("draft", "ranks", "prompt", *EVENTS[1:], *ends):
         table.add_column(heading, justify="right")
-    for ((prefill, decode), length), (size, each) in found.items():
+    for (draft, (prefill, decode), length), (size, each) in found.items():
         medians = [statistics.median(one[what] for one in each) for what in EVENTS[1:]]
         launched = [one["launched"] for one in each]
         extremes = f"{min(launched):.2f} to {max(launched):.2f}"
-        row = f"{prefill} to {decode}", f"{length:,}"
-        table.add_row(*row, *(f"{value:.2f}" for value in medians), extremes, f"{size:,.0f}")
+        row = draft, f"{prefill} to {decode}", f"{length:,}"
+        drafts = f"{sum(DRAFTS in one for one in each)} of {len(each)}"
+        table.add_row(*row, *(f"{value:.2f}" for value in medians), extremes, f"{size:,.0f}", drafts)
     return table
 
 
@@ -158,19 +175,30 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=12, help="of each length")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a prefill node's step")
     parser.add_argument("--kv-tokens", type=int, default=65536, help="of a worker's pool")
+    parser.add_argument(
+        "--draft", nargs="+", default=["off"], help="as of `baton serve`, or head: of random weights"
+    )
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        pairs = Pairs(args, Path(folder))
-        try:
-            with pairs.deployment:
-                found = asyncio.run(measure(args, pairs))
-        except (BatonError, AssertionError, ValueError) as error:
-            parser.exit(1, f"error: {error}\n")
-    Console(width=150).print(table_of(found))
+    found: Found = {}
+    for draft in args.draft:
+        with tempfile.TemporaryDirectory() as folder:
+            pairs = Pairs(args, Path(folder), draft)
+            try:
+                with pairs.deployment:
+                    found |= asyncio.run(measure(args, draft, pairs))
+            except (BatonError, AssertionError, ValueError) as error:
+                parser.exit(1, f"error: {error}\n")
+    Console(width=170).print(table_of(found))
     settings = {"shape": args.shape, "device": args.device, "budget": args.budget}
     results = [
-        {"ranks": f"{ranks[0]} to {ranks[1]}", "prompt": length, "bytes_a_token": size, "milliseconds": each}
-        for (ranks, length), (size, each) in found.items()
+        {
+            "draft": draft,
+            "ranks": f"{ranks[0]} to {ranks[1]}",
+            "prompt": length,
+            "bytes_a_token": size,
+            "milliseconds": each,
+        }
+        for (draft, ranks, length), (size, each) in found.items()
     ]
     save_results(args, {**settings, "results": results})
     return 0

@@ -29,6 +29,8 @@ EVENTS = ("read", "sent", "received", "pull", "pulled", "launching", "launched")
 """read, sent: a prefill node has read the results of a prompt's last chunk; its first token is in a message.
 received, pull, pulled, launching, launched: a decode node has received that message; its last pull begins to
 copy, has ended; the first decode step with the request is planned, is launched."""
+DRAFTS = "drafts"
+"""Beside `launching`, where the step's rows carry drafts."""
 
 _commit = PrefillCore.commit
 _events_of = shell.events_of
@@ -68,9 +70,13 @@ def stamped(file: int) -> None:
         _copied(self, receiver, seconds)
 
     def launch(self: StepPipeline[Any], step: Step) -> Any:
-        decodes = any(row.tokens is None for row in step.plan.rows)
+        decoded = [row for row in step.plan.rows if row.tokens is None]
+        decodes = bool(decoded)
         if decodes:
-            stamp("launching")
+            now = time.monotonic()
+            stamp("launching", now)
+            if any(row.drafts for row in decoded):
+                stamp(DRAFTS, now)
         launched = _launch(self, step)
         if decodes:
             stamp("launched")
