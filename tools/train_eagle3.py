@@ -8,8 +8,9 @@ The model answers prompts of `draft_prompts.py`, half of them greedily and half 
 one decoder layer over the model's hidden states of three layers, learns the model's distributions of the next
 tokens, unrolled over several steps in which it takes its own states for the model's ("training-time test",
 section 3 of the paper). The checkpoint is SpecForge's: `LlamaForCausalLMEagle3` with `d2t` and `t2d`. Answers
-are kept beside it, in HEAD.answers.safetensors, and used again by another call. transformers' modelling code
-is used for training only. `benchmarks/draft_acceptance.py` measures the head in Baton.
+are kept beside it, in HEAD.answers.safetensors, as they come; another call trains with those that are there.
+transformers' modelling code is used for training only. `benchmarks/draft_acceptance.py` measures the head in
+Baton.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ class Answer:
 
 def generate(
     model: Model, words: Words, seed: int, count: int, batch: int, most: int, seconds: float
-) -> list[Answer]:
-    """Answers of as many prompts of each kind, half of them greedy; fewer if the time ends."""
+) -> Iterator[list[Answer]]:
+    """Answers of as many prompts of each kind, half of them greedy; fewer if the time ends. After each batch
+    those so far."""
     own = [prompts(kind, words, seed) for kind in KINDS]
     asked = [model.prompt(next(own[number % len(own)])) for number in range(count)]
     # Those of one length together, so that little is padded.
@@ -144,9 +146,9 @@ def generate(
         found += map(Answer, some, model.answers(some, most, greedy))
         tokens, took = sum(len(each.output) for each in found), time.monotonic() - began
         click.echo(f"{len(found)} answers, {tokens:,} tokens, {took:.0f} s")
+        yield found
         if took > seconds:
             break
-    return found
 
 
 def save_answers(path: pathlib.Path, parts: dict[str, list[Answer]]) -> None:
@@ -307,9 +309,9 @@ def main(
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         own = generate_batch, answer, 60 * minutes * GENERATING
-        answers = generate(model, TRAINING, 1, count, *own)
-        held = generate(model, HELD_OUT, 2, min(count, HELD_PROMPTS), *own)
-        save_answers(kept, {"training": answers, "held-out": held})
+        *_, held = generate(model, HELD_OUT, 2, min(count, HELD_PROMPTS), *own)
+        for answers in generate(model, TRAINING, 1, count, *own):
+            save_answers(kept, {"training": answers, "held-out": held})
     parts = load_answers(kept)
     answers = parts["training"]
     chosen, share = draft_vocabulary(answers, drafts, model.config.vocab_size)
