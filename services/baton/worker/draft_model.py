@@ -34,7 +34,7 @@ from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
 from baton.transport import SegmentError
 from baton.v1 import common_pb2
-from baton.worker.model import attention_of, kv_layout, layout_message, load, model_fingerprint
+from baton.worker.model import attention_of, device_of, kv_layout, layout_message, load, model_fingerprint
 from baton.worker.pool import PublishedPool, make_pool
 from baton.worker.runners import make_runner, unsuited
 
@@ -50,6 +50,11 @@ def check_draft(config: WorkerConfig) -> None:
         return
     if config.tp > 1 and config.draft_model == MTP:
         raise failed_precondition("--draft mtp does not work with --tp; leave one of them out")
+    if config.tp > 1 and device_of(config.device).type != "cpu":  # has not been tried
+        text = (
+            "--draft with a model works with --tp on CPUs only; leave one of them out, or take --draft suffix"
+        )
+        raise failed_precondition(text)
     if config.step_profile:
         raise failed_precondition("steps of --step-profile compute nothing: leave out --draft")
     target = read_config(resolve(config.model), implementation=config.model_impl)
