@@ -10,6 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -54,27 +58,59 @@ _VISION: dict[str, object] = {
     "deepstack_visual_indexes": [0, 1],
 }
 _EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_RECURRENT: dict[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 24,
+}
+"""Of Qwen3.5."""
 
 
 def save_qwen3_vl(path: Path, *, experts: bool = False, **text: object) -> torch.nn.Module:
     """-> transformers' model, in float32."""
-    options: dict[str, object] = {
+    config = (Qwen3VLMoeConfig if experts else Qwen3VLConfig)(**_options(experts, _VISION, text))
+    make = Qwen3VLMoeForConditionalGeneration if experts else Qwen3VLForConditionalGeneration
+    return _save(path, make, config)
+
+
+def save_qwen3_5(path: Path, *, experts: bool = False, **text: object) -> torch.nn.Module:
+    """-> transformers' model, in float32."""
+    vision = {name: value for name, value in _VISION.items() if name != "deepstack_visual_indexes"}
+    options = _options(experts, vision, {**_RECURRENT, **text})
+    config = (Qwen3_5MoeConfig if experts else Qwen3_5Config)(**options)
+    make = Qwen3_5MoeForConditionalGeneration if experts else Qwen3_5ForConditionalGeneration
+    return _save(path, make, config, 0.1)  # larger weights magnify how both sides round
+
+
+def _options(experts: bool, vision: dict[str, object], text: dict[str, object]) -> dict[str, object]:
+    return {
         "text_config": {**_TEXT, **(_EXPERTS if experts else {}), **text},
-        "vision_config": _VISION,
+        "vision_config": vision,
         "image_token_id": IMAGE_TOKEN,
         "video_token_id": IMAGE_TOKEN + 1,
         "vision_start_token_id": IMAGE_TOKEN + 2,
         "vision_end_token_id": IMAGE_TOKEN + 3,
     }
+
+
+def _save(path: Path, make: Any, config: object, deviation: float = 0.2) -> torch.nn.Module:
     torch.manual_seed(1)
-    if experts:
-        model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**options)).eval()
-    else:
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**options)).eval()
+    model: torch.nn.Module = make(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.2)
+                parameter.normal_(0.0, deviation)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         model.lm_head.weight[IMAGE_TOKEN:] = 0  # transformers takes a sampled placeholder for one of an image

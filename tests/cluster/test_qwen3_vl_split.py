@@ -1,4 +1,5 @@
-"""Qwen3-VL through all processes: text and images, handed off, cached, from the host tier, resumed."""
+"""Qwen3-VL and Qwen3.5 through all processes: text and images, handed off, cached, from the host tier,
+resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from baton.v1 import (
     trace_pb2,
     trace_pb2_grpc,
 )
-from vision_models import IMAGE_TOKEN, TOKENIZER_VOCAB, processor, save_qwen3_vl, save_tokenizer
+from vision_models import IMAGE_TOKEN, TOKENIZER_VOCAB, processor, save_qwen3_5, save_qwen3_vl, save_tokenizer
 
 OUTPUT, IMAGE_OUTPUT = 12, 64
 LENGTHS = (15, 17, 40, 65, 130, 131, 132, 133)
@@ -42,10 +43,10 @@ def expected(saved):
     return found
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    path = tmp_path_factory.mktemp("qwen3vl") / "model"
-    model = save_qwen3_vl(path, vocab_size=TOKENIZER_VOCAB, max_position_embeddings=1024)
+@pytest.fixture(scope="module", params=[save_qwen3_vl, save_qwen3_5], ids=["qwen3-vl", "qwen3.5"])
+def saved(tmp_path_factory, request):
+    path = tmp_path_factory.mktemp("seeing") / "model"
+    model = request.param(path, vocab_size=TOKENIZER_VOCAB, max_position_embeddings=1024)
     save_tokenizer(path)
     return path, model
 
@@ -54,7 +55,7 @@ def saved(tmp_path_factory):
 def pair(tmp_path_factory, deployments, saved):
     flags = ("--page-size", "16", "--token-budget", "32", "--max-rows", "8", "--transports", "grpc,shm")
     deployment = Deployment.split(
-        tmp_path_factory.mktemp("qwen3vl-split"),
+        tmp_path_factory.mktemp("seeing-split"),
         saved[0],
         worker=flags,
         decode=2,

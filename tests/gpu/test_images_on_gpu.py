@@ -1,5 +1,5 @@
-"""Qwen3-VL on a GPU against the CPU in float32: the tower, prompts whose chunks cut images, cached ones,
-decode rows behind images in CUDA graphs."""
+"""Qwen3-VL and Qwen3.5 on a GPU against the CPU in float32: the tower, prompts whose chunks cut images,
+cached ones, decode rows behind images in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ _TEXT = {
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 48,
+    "shared_expert_intermediate_size": 64,
+}
+"""Of Qwen3.5."""
 _VISION = {
     "depth": 4,
     "hidden_size": 144,
@@ -66,14 +82,22 @@ KINDS = ("eager:triton/triton", "graphs:triton/triton")
 """Of `rig.make`."""
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+FAMILIES = {
+    "qwen3-vl": ("Qwen3VL", "qwen3_vl", {}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", "qwen3_vl_moe", _EXPERTS),
+    "qwen3.5": ("Qwen3_5", "qwen3_5", _RECURRENT),
+    "qwen3.5-moe": ("Qwen3_5Moe", "qwen3_5_moe", {**_RECURRENT, **_EXPERTS}),
+}
+"""How its architecture's name starts, its type, and what its text differs in."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def path(request, tmp_path_factory):
-    experts = request.param == "experts"
-    name = "Qwen3VLMoe" if experts else "Qwen3VL"
+    name, kind, text = FAMILIES[request.param]
     config = {
         "architectures": [f"{name}ForConditionalGeneration"],
-        "model_type": "qwen3_vl_moe" if experts else "qwen3_vl",
-        "text_config": {**_TEXT, **(_EXPERTS if experts else {})},
+        "model_type": kind,
+        "text_config": {**_TEXT, **text},
         "vision_config": _VISION,
         "image_token_id": IMAGE_TOKEN,
         "video_token_id": IMAGE_TOKEN + 1,
@@ -110,7 +134,9 @@ class Answers:
 
     def __init__(self, runner, pages=400, page_size=16):
         self.runner = runner
-        self.cache = KvCacheManager(PageAllocator(pages), PrefixTree(page_size, images=True))
+        groups = runner._pool.layout.groups
+        tree = PrefixTree(page_size, groups=groups, images=True)
+        self.cache = KvCacheManager(PageAllocator(pages), tree)
 
     def of(self, asked, count=12, budget=64, overlap=True):
         contents = {image.digest: image.content for _, images in asked for image in images}

@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 from random_checkpoints import save_checkpoint
+from test_recurrent_checkpoints import add
 from test_recurrent_families import VARIANTS
 from test_transformers_backed import ARCHITECTURES
 from test_wrappers import BLOCKS, TEXT
@@ -89,10 +91,11 @@ def test_what_is_left_out_and_the_size_of_states_is_said(tmp_path):
     text = {**TEXT, **VARIANTS["qwen3.5"][1]}
     config = Qwen3_5Config(text_config=text, vision_config=BLOCKS)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    add(tmp_path, {"mtp.fc.weight": torch.zeros(64, 128)})
     result = CliRunner().invoke(doctor, ["--json", "--model", str(tmp_path)])
     found = {check["name"]: check["detail"] for check in json.loads(result.stdout)["checks"]}
     assert result.exit_code == 0, found
-    assert found["architecture"].endswith("own code; left out of the checkpoint: model.visual")
+    assert found["architecture"].endswith("own code; left out of the checkpoint: mtp")
     assert "MiB a state of its recurrent layers" in found["kv"]
 
 

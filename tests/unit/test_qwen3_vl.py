@@ -1,4 +1,5 @@
-"""Qwen3-VL against transformers: embeddings of images, positions, logits and tokens, in any chunks."""
+"""Qwen3-VL and Qwen3.5 against transformers: embeddings of images, positions, logits and tokens, in any
+chunks."""
 
 from __future__ import annotations
 
@@ -23,16 +24,23 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.worker.ranks.plan_codec import PlanDecoder, PlanEncoder
 from baton.worker.ranks.runner import RankedRunner
-from vision_models import IMAGE_TOKEN, processor, save_qwen3_vl
+from vision_models import IMAGE_TOKEN, processor, save_qwen3_5, save_qwen3_vl
 
 SIZES = [(8, 8), (24, 40), (16, 8), (40, 16), (8, 32)]
 """Heights and widths in pixels."""
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+SAVE = {"qwen3-vl": save_qwen3_vl, "qwen3.5": save_qwen3_5}
+"""Qwen3.5 has recurrent layers, too."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3-vl", "qwen3-vl-moe", "qwen3.5", pytest.param("qwen3.5-moe", marks=pytest.mark.thorough)],
+)
 def saved(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
-    return path, save_qwen3_vl(path, experts=request.param == "experts")
+    return path, SAVE[request.param.removesuffix("-moe")](path, experts=request.param.endswith("-moe"))
 
 
 def picture(size, seed):
@@ -100,8 +108,9 @@ def test_embeddings_of_images_are_those_of_transformers(saved):
         wanted = model.model.get_image_features(made["pixel_values"], made["image_grid_thw"])
     got = driver.model.vision.encode([torch.from_numpy(each) for each in pictures])
     assert len(got) == len(pictures)
+    deep = getattr(wanted, "deepstack_features", ())  # Qwen3.5 has none
     for index, rows in enumerate(got):
-        expected = torch.stack((wanted.pooler_output[index], *(f[index] for f in wanted.deepstack_features)))
+        expected = torch.stack((wanted.pooler_output[index], *(features[index] for features in deep)))
         assert rows.shape == expected.shape
         assert (rows - expected).abs().max().item() < 5e-5
 
@@ -234,12 +243,19 @@ def test_one_pixel_makes_other_logits(saved):
     assert (first - second).abs().max().item() > 1e-3
 
 
+RETRACTING = {"qwen3_5": 16, "qwen3_5_moe": 16}
+"""Pages of a group with which a request is retracted; states take some of them."""
+
+
 class SeeingEngine:
     """A scheduler over the real runner, whose steps have few tokens: chunks cut images."""
 
     def __init__(self, path, pages):
         self.driver = Driver(path, page_size=4, num_pages=pages)
-        self.cache = KvCacheManager(PageAllocator(pages), PrefixTree(4, images=True))
+        groups = self.driver.pool.layout.groups
+        self.cache = KvCacheManager(
+            PageAllocator(pages * len(groups)), PrefixTree(4, groups=groups, images=True)
+        )
         config = SchedulerConfig(
             context_length=256, token_budget=11, max_rows=8, watermark=0, output_margin=0
         )
@@ -307,13 +323,33 @@ def test_cached_forked_resumed_and_beside_an_image_of_one_other_pixel(saved):
 
 def test_retracted_requests_see_their_images_again(saved):
     path, model = saved
-    engine = SeeingEngine(path, 13)
+    engine = SeeingEngine(path, RETRACTING.get(model.config.model_type, 13))
     parts = [4, (24, 40), 3], [4, (40, 24), 5], [2, (24, 24), 5]
     texts = [prompt_of(each, seed=9) for each in parts]
     asked = [asks(key, *text, count=24) for key, text in enumerate(texts)]
     found = engine.answers(*asked)
     assert sum(each.retractions for each in asked) > 0 and engine.fetched > 3
     assert found == {(key, 0): greedy(model, *text, count=24) for key, text in enumerate(texts)}
+
+
+def test_states_in_the_middle_of_an_image_are_found_behind_the_same_image_only(tmp_path):
+    """Prompts that go on differently behind an image: the last whole page that they share, and the state that
+    the first keeps for the others, end within it. Another image at the same place shares the text alone."""
+    model = save_qwen3_5(tmp_path)
+    engine = SeeingEngine(tmp_path, 60)
+    (image,) = prompt_of([6, (24, 40)])[1]
+    other = 255 - image.content
+    near = replace(image, content=other, digest=hashlib.sha256(other.tobytes()).digest())
+    found = []
+    for key, (images, ending) in enumerate(
+        [((image,), n) for n in range(3)] + [((near,), n) for n in range(3)]
+    ):
+        tokens = [*prompt_of([6, (24, 40)])[0], 20 + ending, 30, 40]
+        asked = asks(key, tokens, images)
+        assert engine.answers(asked) == {(key, 0): greedy(model, tokens, images)}
+        found.append(asked.cached_tokens)
+    assert image.start < 20 < image.end
+    assert found == [0, 20, 20, 4, 20, 20]
 
 
 @pytest.mark.thorough

@@ -17,11 +17,13 @@ from baton.models.decoder import Decoder, DecoderLayer, FeedForward
 from baton.models.mtp_layer import MtpLayer
 
 
-def build(config: ModelConfig, parameters: Parameters, *, by_key_head: bool = True) -> Decoder:
-    """`by_key_head`: see GatedDeltaNet."""
+def build(
+    config: ModelConfig, parameters: Parameters, rope: Rope | None = None, *, by_key_head: bool = True
+) -> Decoder:
+    """`rope`: None: the one that the configuration names; `by_key_head`: see GatedDeltaNet."""
     require_silu(config)
     parameters.ignore("mtp.")  # read by `models.mtp`
-    rope = make_rope(config, partial=True)
+    rope = rope or make_rope(config, partial=True)
     hf, hidden, eps = config.hf, config.hidden_size, config.rms_norm_eps
     layers = []
     for index, kind in enumerate(hf.layer_types):

@@ -3,6 +3,8 @@ are, with a vision tower. Features of some of the tower's layers are added behin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, interleaved_axes
 from baton.models import qwen3, qwen3_moe
@@ -13,31 +15,39 @@ from baton.models.qwen3_vl_vision import Qwen3VLVisionTower
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     module = qwen3_moe if "Moe" in config.architecture else qwen3
-    decoder: Decoder = module.build(config, parameters, _rope(config))
-    vision = config.whole.vision_config
-    decoder.vision = build_vision(config, parameters)
-    if vision.out_hidden_size != config.hidden_size:
+    rope = with_axes(config, make_rope(config), (24, 20, 20))
+    decoder: Decoder = module.build(config, parameters, rope)
+    add_vision(decoder, build_vision(config, parameters))
+    return decoder
+
+
+def add_vision(decoder: Decoder, tower: Qwen3VLVisionTower) -> None:
+    """Raises ModelError for a tower that is not the model's."""
+    config = decoder.config
+    decoder.vision = tower
+    if (size := config.whole.vision_config.out_hidden_size) != config.hidden_size:
         raise ModelError(
-            f"out_hidden_size of vision_config is {vision.out_hidden_size}; it must be the language model's "
-            f"hidden_size, {config.hidden_size}"
+            f"out_hidden_size of vision_config is {size}; it must be the language model's hidden_size, "
+            f"{config.hidden_size}"
         )
-    if len(vision.deepstack_visual_indexes) > config.num_layers:
+    if tower.parts > 1 + config.num_layers:
         raise ModelError(
             "deepstack_visual_indexes of vision_config names more layers than the language model has"
         )
-    return decoder
 
 
 def build_vision(config: ModelConfig, parameters: Parameters) -> Qwen3VLVisionTower:
     """The tower alone, for encode nodes."""
-    return Qwen3VLVisionTower(config.whole.vision_config, parameters.under("model.visual"))
+    vision = config.whole.vision_config
+    return Qwen3VLVisionTower(vision, parameters.under("model.visual"), vision.deepstack_visual_indexes)
 
 
-def _rope(config: ModelConfig) -> Rope:
-    rope = make_rope(config)
-    sections = config.hf.rope_parameters.get("mrope_section", (24, 20, 20))
-    if len(sections) != 3 or sum(sections) != rope.dim // 2:
+def with_axes(config: ModelConfig, rope: Rope, default: Sequence[int]) -> Rope:
+    """`default`: pairs of each axis where the checkpoint does not say it; those beyond a head's are left out.
+    Raises ModelError."""
+    pairs, sections = rope.dim // 2, config.hf.rope_parameters.get("mrope_section")
+    if sections is not None and (len(sections) != 3 or sum(sections) != pairs):
         raise ModelError(
-            f"mrope_section {list(sections)} must divide the {rope.dim // 2} pairs of a head among three axes"
+            f"mrope_section {list(sections)} must divide the {pairs} pairs of a head among three axes"
         )
-    return Rope(rope.frequencies, rope.scale, interleaved_axes(rope.dim // 2, sections))
+    return Rope(rope.frequencies, rope.scale, interleaved_axes(pairs, sections or default))

@@ -1,5 +1,5 @@
-"""The vision tower of Qwen3-VL: a transformer over 16 x 16 patches, each image by itself and all its patches
-with each other; 2 x 2 neighbours of what comes out make one token of the language model."""
+"""The vision tower of Qwen3-VL and Qwen3.5: a transformer over 16 x 16 patches, each image by itself and all
+its patches with each other; 2 x 2 neighbours of what comes out make one token of the language model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ EPS = 1e-6
 class Qwen3VLVisionTower:
     """Implements `decoder.VisionTower`. Ranks hold copies."""
 
-    def __init__(self, hf: Any, parameters: Parameters) -> None:
-        """`hf`: transformers' vision_config. Raises ModelError for what is not supported."""
+    def __init__(self, hf: Any, parameters: Parameters, deep: Sequence[int] = ()) -> None:
+        """`hf`: transformers' vision_config; `deep`: layers whose features are added behind the language
+        model's first layers. Raises ModelError for what is not supported."""
         self._hidden, self._heads = hf.hidden_size, hf.num_heads
         self.patch, self._frames, self.merge = hf.patch_size, hf.temporal_patch_size, hf.spatial_merge_size
         if hf.hidden_act not in ACTIVATIONS:
@@ -51,7 +52,7 @@ class Qwen3VLVisionTower:
         self._merger = _Merger(parameters.under("merger"), size, self._hidden, hf.out_hidden_size)
         self._deep = {
             layer: _Merger(parameters.under(f"deepstack_merger_list.{at}"), size, size, hf.out_hidden_size)
-            for at, layer in enumerate(hf.deepstack_visual_indexes)
+            for at, layer in enumerate(deep)
         }
         """By the tower's layer whose output it reads."""
         self.parts = 1 + len(self._deep)

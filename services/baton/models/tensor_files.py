@@ -156,7 +156,7 @@ WRAPPED = {
     "language_model.": "",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
-    **{part: f"model.{part}" for part in ("layers.", "embed_tokens.", "norm.")},
+    **{part: f"model.{part}" for part in ("layers.", "embed_tokens.", "norm.", "visual.")},
 }
 """How names of a language model's tensors start inside a wrapper or without a head, and by itself."""
 

@@ -18,7 +18,8 @@ def load_tower(path: Path, dtype: torch.dtype | None, device: torch.device, load
     does not see."""
     config = read_config(path, None, "auto")
     made = family(config.architecture) if config.architecture in FAMILIES else None
-    if made is None or not hasattr(made, "build_vision"):
+    sees = hasattr(made, "build_vision") and hasattr(config.whole, "vision_config")
+    if made is None or not sees:
         raise ModelError(
             f"{config.architecture} has no vision tower here: encode nodes are for models that see"
         )
