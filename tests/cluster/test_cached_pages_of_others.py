@@ -108,6 +108,27 @@ async def test_a_restarted_node_is_warmed_by_the_others(split: Deployment):
     assert chat.computed <= 1.05 * chat.new, f"{chat.computed} of {chat.new} new tokens"
 
 
+@pytest.mark.alone
+def test_the_decode_node_of_the_last_turn_lends_to_the_prefill_node_of_the_next(tmp_path, deployments):
+    """The only prefill node has had to forget what the only decode node still has."""
+    flags = {
+        "prefill_flags": ("--kv-tokens", "768"),
+        "decode_flags": ("--kv-tokens", "4096"),
+        "gateway_flags": ("--split", "always"),
+    }
+    with Deployment.split(tmp_path, "demo", **flags) as deployment:
+        deployments.append(deployment)
+        chat, draw = Chat(deployment.client(), 4), random.Random(5)
+        for _ in range(3):
+            chat.turns(1)
+            for _ in range(2):  # as long as the prefill node's pool
+                ids = [draw.randrange(5, 4000) for _ in range(400)]
+                deployment.client().generate(token_ids=ids, max_tokens=1)
+            time.sleep(0.15)
+        assert chat.computed <= 1.05 * chat.new, f"{chat.computed} of {chat.new} new tokens"
+        assert deployment.decode.load().lent_pages == deployment.prefill.load().borrowed_pages > 0
+
+
 def test_without_shared_memory_pages_come_by_messages(split: Deployment, tmp_path, deployments):
     chat = Chat(split.client(), 3)
     chat.turns(TURNS // 2)

@@ -147,10 +147,12 @@ class DecodeCore:
         *,
         announce: bool = False,
         sources: tuple[PromptSource, ...] = (),
+        lenders: tuple[PromptSource, ...] = (),
     ) -> None:
         """The shell must have refused a name in use (`unfinished`). `local_tokens`: the caller's limit for
         local prefill, which the configuration may override. `announce`: the caller wants to know when the
-        request is admitted."""
+        request is admitted. `sources`: holders of the prompt's beginning, which a prefill node is told;
+        this node may be one of them. `lenders`: those that it may borrow from itself."""
         limit = LOCAL_PREFILL_TOKENS if local_tokens is None else local_tokens
         configured = self.config.local_prefill_tokens
         state = DecodeRequest(
@@ -167,7 +169,7 @@ class DecodeCore:
             return
         self.overload.arrived()
         self.counters.prompt_tokens += len(request.prompt)
-        self.sharing.borrower.want(request, sources, lambda: self.handoffs.next_name(state), now)
+        self.sharing.borrower.want(request, lenders, lambda: self.handoffs.next_name(state), now)
         for address in candidates:
             self.peers.setdefault(address, Peer(up=False, since=now))
 

@@ -24,6 +24,7 @@ from baton.worker.decode.types import Key
 from baton.worker.hidden_states import HiddenForm
 from baton.worker.peers import PageLink, PagePeer
 from baton.worker.shell import WorkerShell
+from baton.worker.sources.shell import sources_from
 
 DRAINING = decode_pb2.DecodeEvent(draining=decode_pb2.DecodeDraining())
 
@@ -201,7 +202,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
             for index, choice in enumerate(start.choices):
                 check_token_ids(choice.token_ids, info.vocab_size, f"choices[{index}].token_ids")
             delivered = delivered_from(start, n, info.context_length)
-            sources = self.sources.named(start.sources)
+            sources = sources_from(start.sources)
         except BatonError as error:
             caller.refuse(start.request, start.attempt, error)
             self.recorder.add(EventKind.ENDED, *name, text=error.reason)
@@ -218,10 +219,19 @@ class DecodeShell(WorkerShell[DecodeCore]):
             self.peers.connect(address)
         attempt, gateway = start.attempt, caller.incarnation
         local = start.local_prefill_tokens if start.HasField("local_prefill_tokens") else None
-        announce = start.announce_admission
+        announce, lenders = start.announce_admission, self.sources.lenders(sources)
         self.steps.call(
             lambda core, now: core.start(
-                key, gateway, attempt, request, candidates, now, local, announce=announce, sources=sources
+                key,
+                gateway,
+                attempt,
+                request,
+                candidates,
+                now,
+                local,
+                announce=announce,
+                sources=sources,
+                lenders=lenders,
             )
         )
         if not request.suspect:

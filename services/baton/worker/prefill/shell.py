@@ -22,6 +22,7 @@ from baton.worker.prefill.core import PrefillCore
 from baton.worker.prefill.prompt_drafts import PromptDrafts
 from baton.worker.shell import WorkerShell
 from baton.worker.sources.sharing import LeaseOutputs
+from baton.worker.sources.shell import sources_from
 
 FULL_STEP = 1024
 """Tokens from which on a GPU's time per token no longer falls (measured on an H200, 8B)."""
@@ -121,7 +122,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
             if self.draining:
                 raise unavailable("this node is draining; use another prefill node", "DRAINING")
             check_start(start, n, info)
-            sources = self.sources.named(start.sources)
+            sources = self.sources.lenders(sources_from(start.sources))
         except BatonError as error:
             event = prefill_pb2.PrefillEvent(attempt=start.attempt, failed=to_status(error))
             caller.put(prefill_pb2.PrefillResponse(events=[event]))

@@ -25,6 +25,15 @@ MAX_SOURCES = 16
 """That a request may name."""
 
 
+def sources_from(sources: Sequence[common_pb2.PromptSource]) -> tuple[PromptSource, ...]:
+    """Raises BatonError."""
+    if len(sources) > MAX_SOURCES:
+        raise invalid("sources", f"sources has {len(sources)} entries; at most {MAX_SOURCES} are allowed")
+    return tuple(
+        PromptSource(each.address, each.incarnation, each.tokens) for each in sources if each.address
+    )
+
+
 class CacheLending:
     """A worker.caller_stream.Service. A draining node lends until it ends."""
 
@@ -122,14 +131,12 @@ class SourcePeers(PagePeers):
             silence=SILENCE_SECONDS,
         )
 
-    def named(self, sources: Sequence[common_pb2.PromptSource]) -> tuple[PromptSource, ...]:
-        """Connects to the sources that a request names, but for this worker itself, if there is room for
-        them. Raises BatonError."""
-        if len(sources) > MAX_SOURCES:
-            raise invalid("sources", f"sources has {len(sources)} entries; at most {MAX_SOURCES} are allowed")
-        others = [each for each in sources if each.incarnation != self._node.incarnation and each.address]
+    def lenders(self, sources: Sequence[PromptSource]) -> tuple[PromptSource, ...]:
+        """Connects to those of a request's sources that are other workers, if there is room for them; they
+        are what it may borrow from."""
+        others = tuple(each for each in sources if each.incarnation != self._node.incarnation)
         if not self.has_room([each.address for each in others]):
             return ()
         for each in others:
             self.connect(each.address)
-        return tuple(PromptSource(each.address, each.incarnation, each.tokens) for each in others)
+        return others
