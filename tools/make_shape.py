@@ -19,6 +19,24 @@ import click
 
 END = "<|end|>"
 """The last token of the vocabulary."""
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+"""Of a shape that sees, before it."""
+IMAGE_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""Qwen3-VL's."""
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}{%- if message.content is string %}{{ message.content }}{%- else %}"
+    "{%- for part in message.content %}{%- if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{%- else %}{{ part.text }}{%- endif %}{%- endfor %}"
+    "{%- endif %}{%- endfor %}"
+)
 
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
 _QWEN3_5 = {
@@ -33,6 +51,15 @@ _QWEN3_5 = {
     "linear_num_value_heads": 32,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     "tie_word_embeddings": False,
+}
+_QWEN3_VL = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "tie_word_embeddings": False,
+    "image_token_id": 151932,
+    "video_token_id": 151934,
+    "vision_start_token_id": 151931,
+    "vision_end_token_id": 151933,
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
@@ -179,6 +206,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
+    "qwen3-vl-8b": {
+        **_QWEN3_VL,
+        "text_config": {
+            **_QWEN3,
+            "model_type": "qwen3_vl_text",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000000.0,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+        },
+        # The tower's other sizes are transformers' defaults.
+        "vision_config": {"model_type": "qwen3_vl", "out_hidden_size": 4096},
+    },
     "tiny": {
         "vocab_size": 1024,
         "num_key_value_heads": 2,
@@ -192,13 +238,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Qwen3's (30b-a3b: with experts), Qwen3.5's (the defaults of transformers), DeepSeek-V2-Lite's, Llama 3's,
-gpt-oss', Gemma 3's, and one for trying things out on a CPU."""
+gpt-oss', Gemma 3's, Qwen3-VL's, and one for trying things out on a CPU."""
 
 
 def write_shape(shape: str, folder: Path) -> None:
     """Makes `folder` what `--model` takes. Raises KeyError for an unknown shape, OSError."""
     config = SHAPES[shape]
-    size = config["vocab_size"]
+    sees = "vision_config" in config
+    size = config.get("text_config", config)["vocab_size"]
     folder.mkdir(parents=True, exist_ok=True)
     whole = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -212,22 +259,25 @@ def write_shape(shape: str, folder: Path) -> None:
         **config,
     }
     (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n")
-    _write_tokenizer(size, folder)
+    _write_tokenizer(size, folder, IMAGE_TOKENS if sees else ())
+    if sees:
+        (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR, indent=2) + "\n")
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-def _write_tokenizer(size: int, folder: Path) -> None:
+def _write_tokenizer(size: int, folder: Path, special: tuple[str, ...] = ()) -> None:
     """A byte-level BPE in which every id up to `size` stands for text, so that detokenizing costs as much as
-    with a real one: the 256 bytes, then words of two and three letters."""
+    with a real one: the 256 bytes, then words of two and three letters; `special` and END are the last."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {piece: index for index, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = list(itertools.islice(_merges(), size - len(vocabulary) - 1))
+    merges = list(itertools.islice(_merges(), size - len(vocabulary) - len(special) - 1))
     for left, right in merges:
         vocabulary[left + right] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in (*special, END)])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
