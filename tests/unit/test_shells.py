@@ -17,7 +17,14 @@ from baton.engine.request import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.handoff.fetch import FetchCounters
 from baton.handoff.lease import LeaseCounters
-from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, GroupPages, StartPrefill
+from baton.handoff.messages import (
+    AttemptName,
+    ChunkAnnounced,
+    FirstSampled,
+    GroupPages,
+    PromptSource,
+    StartPrefill,
+)
 from baton.handoff.pull_cost import PullCost
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.layers.batch import FINAL
@@ -46,11 +53,14 @@ class Surroundings:
         self.config, self.calls, self.connected, self.full = config, [], [], False
         self.steps = SimpleNamespace(call=self.calls.append, step_age=0.0)
         self.peers = SimpleNamespace(check_room=self.check_room, connect=self.connected.append)
-        self.sources = SimpleNamespace(named=tuple)
+        self.sources = SimpleNamespace(lenders=self.lenders)
 
     def check_room(self, addresses):
         if self.full:
             raise exhausted("too many", "TOO_MANY_PEERS")
+
+    def lenders(self, sources):
+        return tuple(source for source in sources if source.incarnation != self.incarnation)
 
     def clock(self):
         return 100.0
@@ -125,14 +135,21 @@ def test_a_decode_node_that_drains_or_has_no_room_for_peers_refuses():
 def test_a_good_start_of_decode_reaches_the_core_once():
     node, caller = Decode(DecodeConfig(prefill=("own:1",))), DecodeStream(3)
     given = {"timeout_ms": 500, "local_prefill_tokens": 0, "announce_admission": True}
-    given["sources"] = [common_pb2.PromptSource(address="s:1", incarnation=9, tokens=4)]
+    given["sources"] = [
+        common_pb2.PromptSource(address="s:1", incarnation=9, tokens=4),
+        common_pb2.PromptSource(address="own:1", incarnation=7, tokens=4),
+    ]
     node.handle_command(decode_start(prefill=["a:1", "b:1", "a:1"], **given), caller)
     assert node.connected == ["a:1", "b:1"] and caller.attempt_of(1) == 2
     (call,), started = node.calls, []
-    start = lambda *given, announce, sources: started.append((*given, announce, sources))  # noqa: E731
+
+    def start(*given, announce, sources, lenders):
+        started.append((*given, announce, sources, lenders))
+
     call(SimpleNamespace(start=start), 5.0)
-    key, gateway, attempt, request, candidates, now, local, announce, sources = started[0]
-    assert list(sources) == given["sources"]
+    key, gateway, attempt, request, candidates, now, local, announce, sources, lenders = started[0]
+    assert sources == (PromptSource("s:1", 9, 4), PromptSource("own:1", 7, 4))
+    assert lenders == sources[:1]
     assert (key.caller, key.request, gateway, attempt, now, local) == (caller, 1, 3, 2, 5.0, 0)
     assert candidates == ("a:1", "b:1") and request.deadline == 100.5 and announce
     assert request.params.max_tokens == 61  # what the context has left
