@@ -94,9 +94,16 @@ def test_a_prompt_that_was_lost_with_its_prefill_node_is_a_suspect_elsewhere():
 # --- at a decode node ---------------------------------------------------------------------------------------
 
 
-def start(node, number, suspect=True, grammar=None, caller="caller"):
+def start(node, number, suspect=True, grammar=None, caller="caller", failed_steps=0):
     params = SamplingParams(max_tokens=4, seed=number, grammar=grammar)
-    request = EngineRequest(Key(caller, number), tuple(range(8)), params, deadline=60.0, suspect=suspect)
+    request = EngineRequest(
+        Key(caller, number),
+        tuple(range(8)),
+        params,
+        deadline=60.0,
+        suspect=suspect,
+        failed_steps=failed_steps,
+    )
     node.core.start(request.key, 1, 0, request, (), node.now)
     return request
 
@@ -132,6 +139,25 @@ def test_one_suspect_is_computed_at_a_time_and_others_go_on():
     node.run(8)
     assert tokens(node) == {1, 3, 9} and not node.core.unfinished
     node.core.cache.check(idle=True)
+
+
+def test_a_suspect_is_in_no_step_with_a_request_that_was_in_a_failed_one():
+    """Else a suspect that ends its node with a word makes the other one count as the cause."""
+    node = Node()
+    start(node, 1, failed_steps=1)
+    start(node, 2)
+    node.run(1)
+    begin(node, 1)
+    node.run(2)
+    assert turns(node) == [1] and tokens(node) == {1}, "its first token does not clear it"
+    node.run(4)
+    assert turns(node) == [1, 2]
+    start(node, 3, suspect=False, failed_steps=1)
+    begin(node, 2)
+    node.run(1)
+    assert len(node.core.scheduler.running) == 1, "3 waits for the turn of 2"
+    node.run(8)
+    assert tokens(node) == {1, 2, 3}
 
 
 def test_a_suspect_that_waits_may_end():

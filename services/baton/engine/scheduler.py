@@ -137,10 +137,11 @@ class Scheduler(SchedulerState):
                 break
 
     def _tries_other_suspect(self, request: EngineRequest) -> bool:
-        """Whether the request waits for another one that may also have made a step fail: when the next step
-        fails, at most one of them was in it."""
-        admitted = (*self.prompts, *self.handoffs, *self.running) if request.failed_steps else ()
-        return any(s.request.failed_steps and s.request is not request for s in admitted)
+        """Whether the request waits for another one that may also have made a step fail, or ended a node: when
+        the next step fails, at most one of them was in it."""
+        doubtful = request.failed_steps or request.suspect
+        admitted = {s.request for s in (*self.prompts, *self.handoffs, *self.running)} if doubtful else ()
+        return any((r.failed_steps or r.suspect) and r is not request for r in admitted)
 
     def _try_admit(self, leader: Sequence, elsewhere: bool) -> bool:
         """Returns False if there is no room now, or if `elsewhere` is set and the prompt is computed here.

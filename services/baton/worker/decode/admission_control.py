@@ -108,13 +108,9 @@ class AdmissionControl:
             self.step_stats.planned(step, now)
 
     def _waiting(self) -> list[Sequence]:
-        """Sequences that wait for rows or pages: not for another suspect of a failed step, nor for their
-        grammar."""
-        return [
-            sequence
-            for sequence in self._scheduler.waiting
-            if not sequence.request.failed_steps and not sequence.request.blocked
-        ]
+        """Sequences that wait for rows or pages: not for another suspect, nor for their grammar."""
+        waiting = ((sequence, sequence.request) for sequence in self._scheduler.waiting)
+        return [each for each, r in waiting if not (r.failed_steps or r.suspect or r.blocked)]
 
     def late(self, now: float) -> list[tuple[Sequence, float]]:
         """Waiting sequences that would end after their deadline, and by how much. Called in each iteration of
