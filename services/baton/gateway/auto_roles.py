@@ -17,6 +17,8 @@ LOOK_SECONDS = 1.0
 """Nodes report as often, at least."""
 END_SECONDS = 5.0
 """How long what runs at a node may go on before it is handed back, as of `baton role`."""
+CHANGE_SECONDS = 30.0
+"""A node that drains for longer does not change its role."""
 
 
 class AutoRoles:
@@ -47,6 +49,8 @@ class AutoRoles:
         """Prefill nodes: the incarnation that was asked, and the tokens that it holds of a request; 0: it has
         not answered."""
         self._changing = False
+        self._draining: dict[str, float] = {}
+        """Nodes that drain, and since when."""
         self._last: tuple[RoleChange, float] | None = None
         """The last change that was made, and when."""
 
@@ -68,7 +72,7 @@ class AutoRoles:
 
     def _look(self) -> None:
         self.start()
-        if self._changing:
+        if self._changing or self._others_change(self._runtime.clock()):
             return
         change = self._balance.look(self._runtime.clock(), list(self._loads()))
         self._metrics.queue_seconds.labels("prompts").set(self._balance.queues.prompts)
@@ -76,6 +80,13 @@ class AutoRoles:
         if change is not None:
             self._changing = True
             self._runtime.spawn(self._change(change), f"role of {change.address}")
+
+    def _others_change(self, now: float) -> bool:
+        """Whether a node may be changing its role, for another gateway or a person: it drains."""
+        loads = {a: self._router.view(a).fresh_load(now) for a in (*self._nodes.prefill, *self._nodes.decode)}
+        draining = [address for address, load in loads.items() if load is not None and load.draining]
+        self._draining = {address: self._draining.get(address, now) for address in draining}
+        return any(now - since < CHANGE_SECONDS for since in self._draining.values())
 
     async def _change(self, change: RoleChange) -> None:
         log, named = self._runtime.log, {"node": change.address, "to": change.to, "why": change.why}
