@@ -21,7 +21,7 @@ class Gateway:
         self.now, self.changes, self.draining = 0.0, [], set()
         self.router = Router("cache", lambda: self.now)
         info = node_pb2.NodeInfo()
-        decode = {f"h:{n}": SimpleNamespace(usable=True, info=info) for n in (1, 2, 3)}
+        decode = {f"h:{n}": SimpleNamespace(usable=True, leaving=False, info=info) for n in (1, 2, 3)}
         self.nodes = SimpleNamespace(prefill=["h:0"], decode=decode)
         metrics = GatewayMetrics()
         bounds = RoleBounds(lasting=10, pause=60)
@@ -51,14 +51,25 @@ class Gateway:
             self.look()
 
 
+def say(node):
+    """On its stream, before it reports its load."""
+    node.leaving, node.usable = not node.leaving, not node.usable
+
+
+@pytest.mark.parametrize("by_stream", [False, True])
 @pytest.mark.parametrize("after", [5, 10])
-def test_while_a_node_drains_no_other_one_changes_its_role(after):
+def test_while_a_node_drains_no_other_one_changes_its_role(after, by_stream):
     """Another gateway, or a person, is changing its role: what it begins must not be made twice."""
     gateway = Gateway()
     gateway.run(after)
-    gateway.draining = {"h:3"}
+    if by_stream:
+        say(gateway.nodes.decode["h:3"])
+    else:
+        gateway.draining = {"h:3"}
     gateway.run(15)
     assert not gateway.changes
+    if by_stream:
+        say(gateway.nodes.decode["h:3"])
     gateway.draining.clear()
     gateway.run(11)
     assert gateway.changes == [(after + 26.0, "role of h:3")], "what waits has to last anew"

@@ -83,8 +83,10 @@ class AutoRoles:
 
     def _others_change(self, now: float) -> bool:
         """Whether a node may be changing its role, for another gateway or a person: it drains."""
-        loads = {a: self._router.view(a).fresh_load(now) for a in (*self._nodes.prefill, *self._nodes.decode)}
-        draining = [address for address, load in loads.items() if load is not None and load.draining]
+        decode = self._nodes.decode
+        loads = {a: self._router.view(a).fresh_load(now) for a in (*self._nodes.prefill, *decode)}
+        draining = {a for a, load in loads.items() if load is not None and load.draining}
+        draining |= {a for a, node in decode.items() if node.leaving}
         self._draining = {address: self._draining.get(address, now) for address in draining}
         return any(now - since < CHANGE_SECONDS for since in self._draining.values())
 
