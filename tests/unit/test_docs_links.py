@@ -46,6 +46,14 @@ def test_links_lead_somewhere(page):
     assert not list(broken(page))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_stand_in_tables(page):
+    """Behind an empty line a row without a head is shown as text."""
+    blocks = (block.split("\n") for block in prose(page).split("\n\n"))
+    tables = [block for block in blocks if block[0].startswith("|")]
+    assert [block[0] for block in tables if not re.fullmatch(r"\|[ :|-]+\|", "".join(block[1:2]))] == []
+
+
 PACKAGES = sorted(ROOT.glob("services/baton/**/__init__.py"))
 FILES = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")}
 
