@@ -137,7 +137,7 @@ class Scheduler(SchedulerState):
                 break
 
     def _tries_other_suspect(self, request: EngineRequest) -> bool:
-        """Whether the request waits for another one that may also have made a step fail, or ended a node: when
+        """Whether the request waits for another one that may also have made a step fail or ended a node: when
         the next step fails, at most one of them was in it."""
         doubtful = request.failed_steps or request.suspect
         admitted = {s.request for s in (*self.prompts, *self.handoffs, *self.running)} if doubtful else ()
