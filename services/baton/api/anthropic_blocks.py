@@ -185,7 +185,7 @@ Said = TextBlock | ImageBlock | Document | SearchResult | ToolReference
 
 
 def pieces(content: str | Sequence[Said] | None, path: str) -> Iterator[tuple[str, Saying]]:
-    """What is said, part by part. place: of what has the content, in the body."""
+    """What is said, part by part. path: of what has the content, in the body."""
     if content is None or isinstance(content, str):
         yield path, Words(content or "")
         return

@@ -43,7 +43,7 @@ class Image(Strict):
         return OMITTED if self._omitted else ""
 
     def show(self, part: tokenizer_pb2.ContentPart, path: str) -> None:
-        """Makes `part` the image, which is not kept here. place: of the part in the body. Raises ApiError."""
+        """Makes `part` the image, which is not kept here. path: of the part in the body. Raises ApiError."""
         source_text = self._take()
         part.name = name = f"{path}.{self._field()}"
         try:

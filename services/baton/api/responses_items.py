@@ -310,7 +310,7 @@ def _written(value: Any) -> str:
 
 
 def _pieces(value: str | Sequence[ItemPart | InputImage], path: str) -> list[tuple[str, Saying]]:
-    """place: of what has the parts, in the body."""
+    """path: of what has the parts, in the body."""
     if isinstance(value, str):
         return [(path, Words(value))]
     return [(f"{path}[{index}]", part) for index, part in enumerate(value)]

@@ -65,8 +65,8 @@ class PictureMemory:
         return list(self._kept.values())
 
     def hold(self, picture: Picture, owner: bytes, field_path: str) -> KeptPicture:
-        """Until `release`, once for each call. place: of the image, for errors. Raises BatonError where there
-        is no room, or the owner's share is used up."""
+        """Until `release`, once for each call. field_path: of the image, for errors. Raises BatonError where
+        there is no room, or the owner's share is used up."""
         kept = self._kept.get(picture.digest) or KeptPicture(picture)
         if owner not in kept.holds:
             self._check(kept, owner, field_path)

@@ -63,7 +63,7 @@ class PictureStore:
     @asynccontextmanager
     async def fetched(self, url: str, owner: bytes, field_path: str) -> AsyncIterator[bytes]:
         """The file at an address, which waits for its turn, and is to be decoded before the block ends: until
-        then it is counted nowhere else. place: of the image, for errors. Raises BatonError."""
+        then it is counted nowhere else. field_path: of the image, for errors. Raises BatonError."""
         async with _turn(self._arriving, owner):
             try:
                 file = await self._media.fetch(url)
