@@ -31,3 +31,10 @@ def test_a_part_of_the_pools_is_in_use():
     assert registry.get_sample_value("vllm:num_requests_waiting") == 6
     labels = {"block_size": "16", "num_gpu_blocks": "80"}
     assert registry.get_sample_value("vllm:cache_config_info", labels) == 1
+
+
+def test_without_a_worker_that_serves_there_is_no_room():
+    """Else a picker takes a gateway that has lost its workers for the idlest of all."""
+    registry = CollectorRegistry()
+    CellCollector(CellLoad, registry)
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc") == 1

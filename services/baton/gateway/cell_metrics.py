@@ -53,7 +53,7 @@ class CellCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         load = self._load()
-        used = 1 - load.available / load.pages if load.pages else 0.0
+        used = 1 - load.available / load.pages if load.pages else 1.0
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait.", value=load.waiting)
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests that run.", value=load.running)
         yield GaugeMetricFamily(
