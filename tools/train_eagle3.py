@@ -158,7 +158,9 @@ def save_answers(path: pathlib.Path, parts: dict[str, list[Answer]]) -> None:
         lengths = [(len(each.prompt), len(each.output)) for each in answers]
         tensors |= {f"{name}.tokens": torch.tensor(whole, dtype=torch.int32)}
         tensors |= {f"{name}.lengths": torch.tensor(lengths, dtype=torch.int32)}
-    save_file(tensors, path)
+    part = path.with_name(path.name + ".part")
+    save_file(tensors, part)
+    part.replace(path)
 
 
 def load_answers(path: pathlib.Path) -> dict[str, list[Answer]]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
+import train_eagle3
 from draft_prompts import HELD_OUT, KINDS, TRAINING, functions, prompts
 from eagle3_head import Head
 
@@ -78,3 +79,18 @@ def test_held_out_prompts_are_none_of_training():
     assert not set(TRAINING.chat) & set(HELD_OUT.chat)
     assert not set(TRAINING.texts) & set(HELD_OUT.texts)
     assert functions(False) and functions(True)
+
+
+def test_answers_that_a_call_was_stopped_in_saving_are_those_before(tmp_path, monkeypatch):
+    answers, path = [train_eagle3.Answer([1, 2], [3])], tmp_path / "answers.safetensors"
+    parts = {"training": answers, "held-out": answers}
+    train_eagle3.save_answers(path, parts)
+
+    def stopped(tensors, file):
+        Path(file).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_eagle3, "save_file", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train_eagle3.save_answers(path, parts)
+    assert train_eagle3.load_answers(path) == parts
