@@ -26,10 +26,11 @@ def make_runner(
     decode: type[AttentionBackend],
     context_length: int,
     tap: tuple[int, ...] = (),
+    graphs: bool = True,
 ) -> ModelRunner:
-    """With kernels and CUDA graphs where the model and device allow it. All ranks are given the same, so that
-    they capture the same graphs. Raises ValueError if `config.batch_invariant` is set and the
-    model has no fused body there."""
+    """With kernels, and CUDA `graphs`, where the model and device allow it. All ranks are given the same, so
+    that they capture the same graphs. Raises ValueError if `config.batch_invariant` is set and the model has
+    no fused body there."""
     problem = unsuited(model, prefill, decode)
     if problem is not None:
         if config.batch_invariant:
@@ -69,14 +70,15 @@ def make_runner(
         prefill_attention=prefill,
         decode_attention=decode,
         kernels=True,
+        graphs=graphs,
         batch_invariant=config.batch_invariant,
         draft_tokens=config.most_drafts,
         progress=report,
         tap=tap,
     )
-    for steps, graphs in (("decode", runner.graphs), ("small, with chunks", runner.chunk_graphs)):
-        if graphs is not None:
-            mib, seconds = round(graphs.bytes / 2**20), round(graphs.seconds, 2)
+    for steps, captured in (("decode", runner.graphs), ("small, with chunks", runner.chunk_graphs)):
+        if captured is not None:
+            mib, seconds = round(captured.bytes / 2**20), round(captured.seconds, 2)
             _log.info("CUDA graphs captured", steps=steps, seconds=seconds, mib=mib)
     return runner
 
