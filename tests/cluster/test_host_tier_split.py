@@ -44,7 +44,8 @@ def pair(request, tmp_path_factory, deployments) -> Iterator[Pair]:
     if role == "decode":
         gateways = {name: deployment.add_gateway([worker]) for name, worker in workers.items()}
     else:
-        decode = deployment.add_worker("decode", "--local-prefill-tokens", "0")
+        # As small: it soon has nothing to lend of what a prefill node has forgotten.
+        decode = deployment.add_worker("decode", "--local-prefill-tokens", "0", *POOL)
         gateways = {name: deployment.add_gateway([decode], [worker]) for name, worker in workers.items()}
     with deployment:
         deployments.append(deployment)

@@ -331,7 +331,7 @@ def _(change: Wrong, decoder: PlanDecoder, slot: int, changes: Sequence[tuple[in
     200,
     RankedRunner,
     "launch",
-    seed=78,
+    seed=433,
 )
 def _(launch: Wrong, runner: RankedRunner, plan: StepPlan) -> Any:
     try:

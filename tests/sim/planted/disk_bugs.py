@@ -52,7 +52,7 @@ def _(read_ended: Wrong, tier: DiskTier, number: int, faults: Sequence[str], sec
     read_ended(tier, number, [""] * len(faults), seconds)
 
 
-@bug("unheld-write", "pages are reused while they are written to a file", 200, DiskTier, "_write", seed=98)
+@bug("unheld-write", "pages are reused while they are written to a file", 200, DiskTier, "_write", seed=306)
 def _(write: Wrong, tier: DiskTier, namespace: str, key: bytes) -> None:
     write(tier, namespace, key)
     if tier._writing:

@@ -16,7 +16,7 @@ from planted.planting import Wrong, bug
     100,
     HostTier,
     "_unchanged",
-    seed=77,
+    seed=651,
 )
 def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
     return len(copy.sources) if copy.up else int(unchanged(tier, copy))
