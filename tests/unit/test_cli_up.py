@@ -166,7 +166,7 @@ def test_interrupted_generate_frees_everything(up: Up) -> None:
     assert process.stdout is not None and process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130 and stderr.strip() == ""
+    assert (process.returncode, stderr.strip()) == (130, "")
     deadline = time.monotonic() + 120
     while any(
         report["load"].get("requests")
