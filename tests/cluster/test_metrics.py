@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,6 +76,10 @@ def exposed(tmp_path_factory, deployments) -> Iterator[dict[str, dict[str, Any]]
         client = deployment.client()
         for number in (0, 1, 2, 0):  # the last prompt is cached
             client.generate(f"{number} " + "def main(): " * 20, max_tokens=8)
+        deadline = time.monotonic() + 30  # nodes report their loads within a second
+        while families(deployment.gateway.http)["vllm:num_requests_running"].samples[0].value:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         yield {process.role: families(process.http) for process in deployment.processes}
 
 
