@@ -18,6 +18,8 @@ from lockstep import Lockstep, Recorded
 from test_families import FAMILIES
 from test_grammars import EveryThird
 from test_latent import V3
+from test_recurrent_on_gpu import FAMILIES as RECURRENT
+from test_recurrent_on_gpu import assert_nearly_greedy
 from test_runner import assert_greedy, greedy
 
 from rig import generate, prompts_of, save_checkpoint
@@ -125,6 +127,51 @@ def test_float32_tokens_and_pages_are_those_of_one_rank(checkpoint, attention, p
     assert one.shape == several.shape and (one != 0).float().mean() > 0.1
     print("largest difference", (one - several).abs().max(), "of", one.abs().max())
     assert (one - several).abs().max() < 1e-3
+
+
+@pytest.fixture
+def untried(monkeypatch):
+    """What these tests are to show: see `check_tried`, which goes once they have passed."""
+    monkeypatch.setattr("baton.worker.checks.check_tried", lambda *_: None)
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(("place", "size"), SIZES[:2])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
+def test_recurrent_layers_are_divided(tmp_path, family, place, size):
+    """In float32 by modules: prompts in chunks beside decode rows, and then from snapshots."""
+    path = save_checkpoint(tmp_path, **RECURRENT[family])
+    prompts = prompts_of(*LENGTHS)
+    params = greedy(len(prompts), 16)
+    found = {}
+    for tp in (1, size):
+        with engine_of(path, tp, "float32", place) as engine:
+            assert runner_of(engine).kernels
+            found[tp] = [generate(engine.runner, engine.cache, prompts, params, budget=128) for _ in range(2)]
+    for run in (0, 1):
+        assert different(path, prompts, found[size][run], found[1][run]) <= 1
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(("place", "size"), SIZES[:2])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe"])
+def test_recurrent_layers_of_several_ranks_run_fused(tmp_path, family, place, size):
+    path = save_checkpoint(tmp_path, **RECURRENT[family])
+    prompts = prompts_of(*LENGTHS)
+    with engine_of(path, size, "bfloat16", place) as engine:
+        outputs = generate(engine.runner, engine.cache, prompts, greedy(len(prompts), 16), budget=128)
+        outputs += generate(engine.runner, engine.cache, prompts[:1], greedy(1, 16))
+    assert_nearly_greedy(path, [*prompts, prompts[0]], outputs)
+
+
+@pytest.mark.usefixtures("untried")
+def test_pages_with_states_of_other_numbers_of_ranks_are_refused(tmp_path):
+    path = save_checkpoint(tmp_path, **RECURRENT["qwen3.5"])
+    layouts = []
+    for tp in (1, 2):
+        with engine_of(path, tp, "bfloat16") as engine:
+            layouts.append(engine.layout)
+    assert layouts[0] != layouts[1]
 
 
 def different(path, prompts, ours, theirs) -> int:

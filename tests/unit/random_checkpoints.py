@@ -372,14 +372,17 @@ class Driver:
         slots: int = 8,
         dtype: torch.dtype = torch.float32,
         storage: memoryview | None = None,
+        own_pool: bool = False,
         **options: object,
     ) -> None:
-        """`storage`: of a pool that other ranks share."""
+        """`storage`: of a pool that other ranks share; `own_pool`: of its part of pages alone, as on GPUs."""
         self.model = load_model(path, dtype, **options)
         layout = kv_layout(self.model, page_size, self.model.config.context_length)
         num_pages *= len(layout.groups)
         shard = self.model.shard
         heads = shard.kv_heads(layout.num_kv_heads) if shard.size > 1 else None
+        if own_pool and heads is not None:
+            layout, heads = layout.with_heads(heads[1]), None
         self.pool = PagePool(layout, num_pages, storage=storage, heads=heads)
         self.pool.raw.view(layout.dtype).fill_(math.nan)  # memory that nothing may read before it is written
         features = frozenset[str]().union(*(options.features for options in self.model.attention_options))

@@ -128,6 +128,12 @@ def test_a_model_divided_among_ranks():
     assert refused.verdict == "bad" and "cannot be divided among 7 ranks" in refused.detail
 
 
+def test_kv_heads_of_ranks_are_those_of_the_layers_that_attend(tmp_path):
+    save_checkpoint("qwen3.5", tmp_path, variants=VARIANTS)  # its first layer is recurrent
+    found = {each.name: each for each in served(str(tmp_path), "auto", tp=2)}
+    assert "1 of 2 KV heads" in found["ranks"].detail
+
+
 @pytest.mark.parametrize(("tp", "kv_dtype"), [(2, "auto"), (1, "fp8_e4m3")])
 def test_layers_that_differ_in_their_kv_heads_are_neither_divided_nor_quantized(tmp_path, tp, kv_dtype):
     save_checkpoint("gemma4", tmp_path)

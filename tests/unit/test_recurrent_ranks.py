@@ -1,6 +1,9 @@
-"""Gated DeltaNet's heads divided among CPU ranks that share a pool: the tokens of one rank."""
+"""Gated DeltaNet's heads divided among ranks that share a pool, or each have their part of its pages: the
+tokens of one rank."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from baton.layers.tensor_parallel import Shard
 from baton.model_path import CheckpointError
 from baton.models.loader import declared
 from baton.rpc.errors import BatonError
-from baton.worker.model import check_model
+from baton.worker.checks import check_tried
+from baton.worker.model import check_model, kv_layout, layout_message
 
 PROMPTS = random_prompts(5, 40, 33)
 
@@ -43,14 +47,16 @@ def run(driver):
 
 
 @pytest.mark.parametrize("variant", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
-def test_two_ranks_give_the_tokens_of_one(variant, tmp_path):
+@pytest.mark.parametrize("own_pool", [False, True])
+def test_two_ranks_give_the_tokens_of_one(variant, own_pool, tmp_path):
     save(variant, tmp_path)
     expected = run(Driver(tmp_path))
-    storage = memoryview(bytearray(2**23))
+    storage = None if own_pool else memoryview(bytearray(2**23))
 
     def rank(shard, communicator):
         make = FollowerDriver if shard.rank else Driver
-        return run(make(tmp_path, shard=shard, communicator=communicator, storage=storage))
+        options = {"shard": shard, "communicator": communicator, "storage": storage, "own_pool": own_pool}
+        return run(make(tmp_path, **options))
 
     assert ThreadGroup(2).run(rank)[0] == expected
 
@@ -64,5 +70,20 @@ def test_what_is_not_divided_is_refused(tmp_path):
         declared(tmp_path / "qwen3.5", shard=Shard(0, 4))
     config = DecodeConfig(model=str(tmp_path / "qwen3.5"), tp=2)
     check_model(config, torch.device("cpu"))
+    with pytest.raises(BatonError, match="--tp must divide this model's 2 KV heads"):
+        check_model(replace(config, tp=4), torch.device("cuda"))
+    with pytest.raises(BatonError, match="among ranks of one host only: leave out --nnodes"):
+        check_model(replace(config, nnodes=2), torch.device("cpu"))
+    check_tried(config, torch.device("cpu"))
     with pytest.raises(BatonError, match="CPU ranks of one host only"):
-        check_model(config, torch.device("cuda"))
+        check_tried(config, torch.device("cuda"))
+
+
+def test_pages_in_other_parts_are_refused(tmp_path):
+    """A GPU's share of each layer's states lies in its own part of a page; heads are in order everywhere."""
+    save("qwen3.5", tmp_path)
+    layout = kv_layout(declared(tmp_path, torch.float32), 16, 512)
+    messages = [layout_message(layout, "model", None, parts) for parts in (1, 2, 4)]
+    assert len({message.SerializeToString(deterministic=True) for message in messages}) == 3
+    kinds = [[group.kind for group in message.groups] for message in messages]
+    assert set(kinds[0]) == {"attention", "state"} and set(kinds[1]) == {"attention", "state in 2 parts"}

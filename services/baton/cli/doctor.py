@@ -281,8 +281,9 @@ def served(
         yield Check("kv", "bad", problem)
         return
     size_of_one = dtype.itemsize if kv_dtype == "auto" else 1
+    heads = max(spec.heads for spec in caches)
     if tp > 1:
-        yield _ranks(shards, Shard(0, tp).kv_heads(caches[0].heads)[1], caches[0].heads, device.type)
+        yield _ranks(shards, Shard(0, tp).kv_heads(heads)[1], heads, device.type)
     token = sum(spec.values for spec in caches if not isinstance(spec, State)) * size_of_one
     kind = "latents" if caches[0].parts == 1 else "keys and values"
     context = (

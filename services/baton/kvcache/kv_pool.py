@@ -63,12 +63,24 @@ class StateLayout:
     page_size: int
     """Tokens per page."""
     page_bytes: int
+    axes: tuple[int, ...] = ()
+    """Axis of each tensor that ranks divide among them; empty: they cannot."""
     dtype: torch.dtype = torch.float32
 
     @property
     def bytes_per_token_per_layer(self) -> int:
         """Bytes of a token in a layer's part of a page, rounded up."""
         return -(-sum(map(math.prod, self.shapes)) * STATE_ITEMSIZE // self.page_size)
+
+    def divided(self, ranks: int) -> StateLayout:
+        """The part of one of so many ranks, which divide the axes evenly."""
+        if ranks == 1:
+            return self
+        shapes = []
+        for shape, axis in zip(self.shapes, self.axes, strict=True):
+            assert shape[axis] % ranks == 0
+            shapes.append((*shape[:axis], shape[axis] // ranks, *shape[axis + 1 :]))
+        return replace(self, shapes=tuple(shapes), page_bytes=self.page_bytes // ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,8 @@ class PoolLayout:
         for spec in (group.spec for group in groups):
             fit = size // spec.room(page_size, dtype.itemsize)
             if isinstance(spec, State):
-                states.append(StateLayout(fit, spec.shapes, page_size, size * page_size * dtype.itemsize))
+                bytes_ = size * page_size * dtype.itemsize
+                states.append(StateLayout(fit, spec.shapes, page_size, bytes_, spec.axes))
             else:
                 layouts.append(KvLayout(fit, spec.heads, spec.head_dim, page_size, dtype, spec.parts))
         return cls(groups, tuple(layouts), tuple(states))
@@ -123,8 +136,10 @@ class PoolLayout:
         return rows * len(self.layouts) + min(rows, max(ROWS_WITH_STATES, rows // 8)) * len(self.states)
 
     def with_heads(self, heads: int) -> PoolLayout:
-        """The part of each page that has so many of the heads."""
-        return replace(self, layouts=tuple(replace(each, num_kv_heads=heads) for each in self.layouts))
+        """The part of each page that has so many of the heads, and as large a share of the states."""
+        states = tuple(each.divided(self.num_kv_heads // heads) for each in self.states)
+        layouts = tuple(replace(each, num_kv_heads=heads) for each in self.layouts)
+        return replace(self, layouts=layouts, states=states)
 
 
 ROWS_WITH_STATES = 12

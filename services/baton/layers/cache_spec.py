@@ -124,6 +124,8 @@ class State(CacheSpec):
     """
 
     shapes: tuple[tuple[int, ...], ...]
+    axes: tuple[int, ...] = ()
+    """Axis of each tensor that ranks divide among them; empty: they cannot."""
     kind: ClassVar[str] = "state"
     rows_may_lack: ClassVar[bool] = True
 

@@ -77,7 +77,8 @@ class GatedDeltaNet(RecurrentModule):
             times(own_keys, shape.key_dim, shape.keys),
             times(values_here, shape.value_dim, 2 * shape.keys),
         )
-        self.cache = State(((heads, shape.key_dim, shape.value_dim), (shape.window - 1, shape.mixed)))
+        sizes = (heads, shape.key_dim, shape.value_dim), (shape.window - 1, shape.mixed)
+        self.cache = State(sizes, axes=(0, 1))
         large = {"in_proj_qkv": shape.mixed, "in_proj_z": shape.values}
         small = {"in_proj_b": heads, "in_proj_a": heads}
         rows = {
@@ -88,13 +89,13 @@ class GatedDeltaNet(RecurrentModule):
         }
         convert: dict[str, Convert] = {}
         if by_key_head:
-            sizes = [shape.key_dim, shape.key_dim, *[per_key * shape.value_dim] * 2]
+            kinds = [shape.key_dim, shape.key_dim, *[per_key * shape.value_dim] * 2]
             large, small = {"in_proj_qkvz": shape.mixed + shape.values}, {"in_proj_ba": 2 * heads}
             rows = {
-                "in_proj_qkvz": (times(own_keys, sum(sizes)),),
+                "in_proj_qkvz": (times(own_keys, sum(kinds)),),
                 "in_proj_ba": (times(own_keys, 2 * per_key),),
             }
-            convert["in_proj_qkvz"] = partial(_by_kind, sizes)
+            convert["in_proj_qkvz"] = partial(_by_kind, kinds)
             convert["in_proj_ba"] = partial(_by_kind, [per_key, per_key])
 
         def projection(parts: dict[str, int], quantize: bool) -> Linear:

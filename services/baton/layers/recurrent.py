@@ -108,7 +108,8 @@ class RecurrentModule(ABC):
 
 
 def _owned(tensor: torch.Tensor, cut: TensorSlice | None) -> _Parts:
-    if cut is None:
+    """This rank's part of a tensor of all ranks; on a GPU there is no other."""
+    if cut is None or tensor.shape[cut.axis + 1] == sum(count for _, count in cut.spans):
         return 0, [tensor]
     axis = cut.axis + 1
     return axis, [tensor.narrow(axis, first, count) for first, count in cut.spans]

@@ -14,7 +14,7 @@ from baton.rpc.errors import failed_precondition, invalid
 from baton.transport import check_kinds
 from baton.worker.draft_model import check_draft
 from baton.worker.host_memory import parse_size
-from baton.worker.model import KV_DTYPES, check_model, device_of, sized
+from baton.worker.model import KV_DTYPES, check_model, device_of, has_states, sized
 from baton.worker.ranks.hosts import check_hosts
 from baton.worker.ranks.leader import on_gpus
 
@@ -30,8 +30,16 @@ def checked(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     if config.tp > 1 and device.type != "cpu":
         device = on_gpus(config, device)
     check_model(config, device)
+    check_tried(config, device)
     check_draft(config)
     return config, device
+
+
+def check_tried(config: WorkerConfig, device: torch.device) -> None:
+    """Raises BatonError for what is built and has never run: its tokens might be wrong."""
+    if config.tp > 1 and device.type != "cpu" and has_states(config):
+        text = "models with recurrent layers are divided among CPU ranks of one host only: leave out --tp"
+        raise failed_precondition(text)
 
 
 def _check(config: WorkerConfig, device: torch.device) -> None:

@@ -268,7 +268,8 @@ def _build_ranked(
     # Measured while the pool is empty.
     size_of_tier = parse_size(config.host_memory, "host_memory")
     host_memory = HostMemory(pool, cache, size_of_tier) if size_of_tier else None
-    message = layout_message(layout, name, kv_scales(config, path, model))
+    parts = config.tp if device.type == "cuda" else 1
+    message = layout_message(layout, name, kv_scales(config, path, model), parts)
     if host_memory is not None and config.disk:
         meaning = message.SerializeToString(deterministic=True)
         host_memory.add_disk(Path(config.disk), parse_size(config.disk_size, "disk_size"), meaning)

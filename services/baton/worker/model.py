@@ -103,9 +103,14 @@ def check_model(config: WorkerConfig, device: torch.device) -> None:
     if any(isinstance(spec, State) for spec in specs):
         if config.kv_dtype != "auto":
             raise failed_precondition("models with recurrent layers: leave out --kv-dtype")
-        if device.type != "cpu" or config.nnodes > 1:
+        if config.nnodes > 1:
             raise failed_precondition(
-                "models with recurrent layers are divided among CPU ranks of one host only: leave out --tp"
+                "models with recurrent layers are divided among ranks of one host only: leave out --nnodes"
+            )
+        # A GPU's part of a page has its share of the KV heads and of the states.
+        if device.type != "cpu" and (heads := max(spec.heads for spec in specs)) % config.tp:
+            raise failed_precondition(
+                f"on GPUs --tp must divide this model's {heads} KV heads, as it has recurrent layers"
             )
     if (problem := indivisible(specs, config.tp, config.kv_dtype)) is not None:
         raise failed_precondition(problem)
@@ -121,6 +126,12 @@ def check_model(config: WorkerConfig, device: torch.device) -> None:
         load_format=config.load_format,
         shard=Shard(0, config.tp, config.nnodes, config.ep),
     )
+
+
+def has_states(config: WorkerConfig) -> bool:
+    """Whether the model has recurrent layers."""
+    specs = cache_specs(read_config(resolve(config.model), implementation=config.model_impl))
+    return any(isinstance(spec, State) for spec in specs)
 
 
 def load(
@@ -295,12 +306,14 @@ LAYOUT_VERSION = 2
 
 
 def layout_message(
-    layout: PoolLayout, model_fingerprint: str, scales: torch.Tensor | None
+    layout: PoolLayout, model_fingerprint: str, scales: torch.Tensor | None, parts: int = 1
 ) -> common_pb2.Layout:
+    """`parts`: in which a page lies, one behind the other, with a share of each layer's states each."""
     layouts: list[KvLayout | StateLayout] = [*layout.layouts, *layout.states]
+    in_parts = f" in {parts} parts" if parts > 1 else ""
     groups = [
         common_pb2.KvGroup(
-            kind=group.spec.kind,
+            kind=group.spec.kind + (in_parts if isinstance(group.spec, State) else ""),
             layers=len(group.layers),
             bytes_per_token=of_group.bytes_per_token_per_layer,
             dtype=str(of_group.dtype).removeprefix("torch."),
