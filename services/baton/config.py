@@ -324,7 +324,7 @@ class GatewayConfig(NodeConfig):
     request_seconds: float = 600.0
     """Deadline of a request that names none, and the longest it may name."""
     max_resumes: int = 8
-    """How often a request may be resumed at another decode node."""
+    """How often a request may be resumed after a decode node was lost or failed. Drains do not count."""
     resume_wait_seconds: float = 30.0
     """How long requests wait while no decode node, or no tokenizer, can be reached; then they fail."""
     silence_seconds: float = 10.0

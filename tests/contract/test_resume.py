@@ -131,7 +131,7 @@ async def test_a_client_that_prefers_an_error_gets_it():
 
 async def test_resumes_are_limited():
     async def back(running):
-        await running.failed(unavailable("draining", "DRAINING"))
+        await running.failed(unavailable("the node failed", "NODE_FAILED"))
 
     async with (
         ScriptedDecode(silent) as a,

@@ -75,6 +75,23 @@ def test_refusals_cost_no_resume_and_full_nodes_end_what_has_no_output():
     assert made.resumed == 0
 
 
+def test_a_request_that_drained_nodes_hand_back_uses_up_no_resume():
+    """Found by the simulator, seed 98000192 with changes of role: planned changes ended a request."""
+    log, made = attempts(max_resumes=1)
+    for count in range(1, 4):
+        placed(made, [A, B], 10.0 * count)
+        made.progress()
+        log.choices[0].append([count], "")
+        made.ended(unavailable("the node drains", "DRAINING"), 10.0 * count, lost=False)
+        assert made.resumed == count, "it is told of all of them"
+    placed(made, [A, B], 50.0)
+    made.ended(LOST, 50.0, lost=True)
+    placed(made, [A, B], 60.0)
+    with pytest.raises(BatonError) as raised:
+        made.ended(LOST, 60.0, lost=True)
+    assert raised.value.reason == "TOO_MANY_RESUMES", "those of lost nodes count"
+
+
 def test_a_full_node_says_so_although_another_one_was_lost_since():
     """Found by the simulator, seed 934: the request failed with the loss, as if nothing could be reached."""
     _, made = attempts()

@@ -17,6 +17,8 @@ BACKOFF_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.0)
 ones."""
 STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
 """Reasons of a decode node: a step with the request failed, or the node ended with it."""
+HANDED_BACK = "DRAINING"
+"""Reason of a decode node that stops or changes its role as planned. The request has no part in it."""
 MAX_FAILED_STEPS = 2
 """A request that was in this many such steps, or had its turn as a suspect at this many nodes that were lost
 without a word, counts as the cause. Decode nodes use the same number."""
@@ -158,7 +160,7 @@ class ResumeAttempts:
         if error.reason == "STEP_FAILED" and not self._retried_step:
             self._retried_step, refused = True, False
         elif not refused:
-            if not self._blameless:
+            if not self._blameless and error.reason != HANDED_BACK:
                 if self._charged >= self._policy.max_resumes:
                     text = f"given up after {self.resumed} resumes: {error.message}"
                     raise unavailable(text, "TOO_MANY_RESUMES")

@@ -51,7 +51,7 @@ def _(of: Wrong, fetches: Fetches[Fetch], address: str, message: PrefillOutput, 
     return found
 
 
-@bug("silent-failure", "a failure before the first token is not announced", 100, Leases, "_fail")
+@bug("silent-failure", "a failure before the first token is not announced", 100, Leases, "_fail", seed=14)
 def _(fail: Wrong, leases: Leases[Lease], lease: Lease, code: str, reason: str, message: str) -> None:
     fail(leases, lease, code, reason, message)
     if lease.complete_since is None:
@@ -130,7 +130,7 @@ def _(begin: Wrong, pull: SimPull) -> None:
     begin(pull)
 
 
-@bug("free-overdue", "a pull's target is freed when the pull is overdue", 400, Pulls, "expire", seed=42)
+@bug("free-overdue", "a pull's target is freed when the pull is overdue", 400, Pulls, "expire", seed=14)
 def _(expire: Wrong, pulls: Pulls[Fetch], now: float) -> list[Pull[Fetch]]:
     late = [number for number, pull in pulls.running.items() if pull.due <= now]
     return [pull for number in late if (pull := pulls.end(number)) is not None]

@@ -56,7 +56,7 @@ def _(take: Wrong, scheduler: Scheduler, sequence: Sequence, token: int, logprob
         scheduler.events[-1:] = [replace(event, finish=None), event]
 
 
-@bug("window-by-drafts", "rejected drafts give window pages up", 100, Scheduler, "_commit_decode", seed=25)
+@bug("window-by-drafts", "rejected drafts give window pages up", 100, Scheduler, "_commit_decode", seed=29)
 def _(commit: Wrong, scheduler: Scheduler, record: Record, row: RowResult) -> None:
     commit(scheduler, record, row)
     sequence = record.sequence

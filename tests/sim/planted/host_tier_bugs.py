@@ -23,7 +23,7 @@ def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
 
 
 @bug(
-    "demoted-unchecked", "generations are not compared after a demotion", 100, HostTier, "_unchanged", seed=1
+    "demoted-unchecked", "generations are not compared after a demotion", 100, HostTier, "_unchanged", seed=77
 )
 def _(unchanged: Wrong, tier: HostTier, copy: TierCopy) -> int:
     return int(unchanged(tier, copy)) if copy.up else len(copy.sources)

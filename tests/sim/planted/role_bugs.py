@@ -17,7 +17,7 @@ from planted.planting import Wrong, bug
     25,
     baton.sim.cluster,
     "is_quiet",
-    seed=3,
+    seed=10,
     scenario=make_role_scenario,
 )
 def _(is_quiet: Wrong, core: WorkerCore) -> bool:
