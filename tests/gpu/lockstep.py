@@ -104,7 +104,7 @@ class Lockstep:
             layout = kv_layout(model, config.page_size, context)
             prefill, decode = attention_of(config, model, CUDA)
             pool = gpu_pool(layout, pages, CUDA, shard)
-            return make_runner(config, model, pool, prefill[0], decode[0], context), pool
+            return make_runner(config, model, pool, prefill[0], decode[0], context, config.most_drafts), pool
 
         made = list(self._threads.map(make, range(config.tp)))
         self._runners, self.pools = [each[0] for each in made], [each[1] for each in made]

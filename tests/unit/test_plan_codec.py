@@ -157,7 +157,7 @@ EVERY_MESSAGE = [
     Meet(),
     Loaded("its name"),
     MakePool(3, 16, 64, "/dev/shm/pool"),
-    MakePool(3, 16, 64, None),
+    MakePool(3, 16, 64, None, (2, 5), 7),
     Ready(1, "host", "cpu", 2**40, None, b"part"),
     End(),
     Failed("why"),

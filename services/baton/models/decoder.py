@@ -327,16 +327,21 @@ class Decoder:
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """What this rank's head gave -> as `logits`, in the same dtype."""
-        if self._logit_divisor != 1:
-            logits = logits / self._logit_divisor
-        if (cap := self._logit_softcap) is not None:
-            logits = torch.tanh(logits / cap) * cap
+        logits = self.finished(logits)
         if self.communicator is None:
             return logits
         rows = self.shard.vocabulary_rows(self.config.vocab_size)
         if rows > logits.shape[1]:
             logits = F.pad(logits, (0, rows - logits.shape[1]))
         return self.communicator.gather(logits)[:, : self.config.vocab_size]
+
+    def finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """What a head gave, divided and capped; any part of the vocabulary."""
+        if self._logit_divisor != 1:
+            logits = logits / self._logit_divisor
+        if (cap := self._logit_softcap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
 
 
 def prepare_linears(parameters: Parameters) -> None:

@@ -26,8 +26,9 @@ from baton.layers.parameters import Parameters
 from baton.models.config import ModelConfig, ModelError, make_rope
 from baton.models.decoder import Decoder, DecoderLayer, prepare_linears
 from baton.models.llama import feed_forward, llama_attention
-from baton.models.loader import fill_at_random, read_weights
+from baton.models.loader import read_weights
 from baton.models.tensor_files import tensor_files
+from baton.models.whole_vocabulary import WholeVocabulary, read_whole
 
 UNKNOWN = ("fc_norm", "norm_output", "use_mtp_layernorm", "parallel_drafting")
 """Variants, by their names in config.json, that are not computed here."""
@@ -138,7 +139,7 @@ class Eagle3Head:
             )
         self.embedding = parameters.tensor(embedding, hf.vocab_size, size) if own_embedding else None
         """None: the model's."""
-        self._whole: torch.Tensor | None = None
+        self._whole: WholeVocabulary | None = None
         """The model's, where each of its ranks has a part: one of them alone drafts."""
         self._target = target
         drafts = raw.get("draft_vocab_size") or hf.vocab_size
@@ -185,7 +186,7 @@ class Eagle3Head:
         if self.embedding is not None:
             embedded = F.embedding(tokens, self.embedding)
         elif self._whole is not None:
-            embedded = self._target.scaled(F.embedding(tokens, self._whole))
+            embedded = self._whole.embed(tokens)
         else:
             embedded = self._target.embed(tokens)
         hidden = self.first(embedded, hidden, batch)
@@ -194,23 +195,9 @@ class Eagle3Head:
         return hidden
 
     def read_embedding(self, model: Path, load_format: str) -> None:
-        """Reads the whole embedding of the model at this path, where its ranks have parts of it. Raises
-        CheckpointError."""
-        if self.embedding is not None or self._target.communicator is None:
-            return
-        if model.is_file():
-            raise ModelError(
-                "with --tp an EAGLE-3 head for a GGUF file needs embed_tokens.weight, which this one lacks"
-            )
-        config, plan = self._target.config, self._target.parameters.plan
-        parameters = Parameters(self._target.dtype, self._target.device, plan=plan)
-        parameters.ignore("")  # all else
-        name = "model.embed_tokens.weight"
-        self._whole = parameters.tensor(name, config.vocab_size, config.hidden_size)
-        if load_format == "dummy":
-            fill_at_random(parameters, lambda done, total: None)
-        else:
-            read_weights(model, parameters, lambda done, total: None)
+        """Where the model at this path has several ranks. Raises CheckpointError."""
+        if self.embedding is None:
+            self._whole = read_whole(self._target, model, load_format, head=False)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """-> float32 [rows, the model's vocabulary]; -inf for tokens that it never drafts"""

@@ -24,6 +24,7 @@ from baton.models.loader import fill_at_random, read_weights
 from baton.models.mtp_layer import MtpLayer
 from baton.models.registry import family
 from baton.models.tensor_files import tensor_files
+from baton.models.whole_vocabulary import WholeVocabulary, read_whole
 
 
 class MtpHead:
@@ -33,8 +34,10 @@ class MtpHead:
 
     tap: tuple[int, ...] = (FINAL,)
 
-    def __init__(self, target: Decoder, layer: MtpLayer) -> None:
+    def __init__(self, target: Decoder, layer: MtpLayer, whole: WholeVocabulary | None = None) -> None:
+        """`whole`: see `read_whole`."""
         self._target, self._layer = target, layer
+        self._vocabulary = target if whole is None else whole
         self.values = target.config.hidden_size
         self.mixtures: Sequence[Mixture] = [found] if (found := layer.layer.mixture) is not None else []
         attention = layer.layer.attention
@@ -48,7 +51,7 @@ class MtpHead:
 
     @property
     def heads(self) -> int:
-        return self._target.heads
+        return self._target.config.num_heads
 
     @property
     def attention_options(self) -> list[AttentionOptions]:
@@ -66,12 +69,12 @@ class MtpHead:
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Next tokens and hidden states before them -> normalized hidden states at them."""
         mtp = self._layer
-        both = torch.cat((mtp.token_norm(self._target.embed(tokens)), mtp.hidden_norm(hidden)), -1)
+        both = torch.cat((mtp.token_norm(self._vocabulary.embed(tokens)), mtp.hidden_norm(hidden)), -1)
         return mtp.norm(mtp.layer(mtp.input(both), batch))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """-> float32 [rows, vocab]"""
-        return self._target.logits(hidden)
+        return self._vocabulary.logits(hidden)
 
 
 def check_mtp(path: Path, config: ModelConfig, load_format: str = "auto") -> None:
@@ -90,10 +93,12 @@ def check_mtp(path: Path, config: ModelConfig, load_format: str = "auto") -> Non
 
 
 def load_mtp(path: Path, target: Decoder, load_format: str = "auto") -> MtpHead:
-    """`path`: the model's checkpoint, which `check_mtp` has seen. Raises CheckpointError."""
+    """`path`: the model's checkpoint, which `check_mtp` has seen. With several ranks, too, the head is
+    whole. Raises CheckpointError."""
     parameters = Parameters(target.dtype, target.device, plan=target.parameters.plan)
     parameters.ignore("")  # the model's own tensors
-    head = MtpHead(target, family(target.config.architecture).build_mtp(target.config, parameters))
+    layer = family(target.config.architecture).build_mtp(target.config, parameters)
+    head = MtpHead(target, layer, read_whole(target, path, load_format, head=True))
     if load_format == "dummy":
         fill_at_random(parameters, lambda done, total: None)
     else:

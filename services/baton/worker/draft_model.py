@@ -48,8 +48,6 @@ def check_draft(config: WorkerConfig) -> None:
     """Before anything is loaded. Raises CheckpointError and BatonError."""
     if not config.draft_model:
         return
-    if config.tp > 1 and config.draft_model == MTP:
-        raise failed_precondition("--draft mtp does not work with --tp; leave one of them out")
     if config.tp > 1 and device_of(config.device).type != "cpu":  # has not been tried
         text = (
             "--draft with a model works with --tp on CPUs only; leave one of them out, or take --draft suffix"

@@ -247,7 +247,7 @@ def _build_ranked(
 
     def computing(pool: PagePool, segment: str | None = None) -> Runner[Any]:
         make = partial(_computing, config, model, pool, (prefill, decode), seen, drafter)
-        runner = ranks.lead(make, MakePool(pool.num_pages, size, seen, segment, tap))
+        runner = ranks.lead(make, MakePool(pool.num_pages, size, seen, segment, tap, config.most_drafts))
         return runner if device.type != "cpu" else _tuned(runner, len(pool.layout.groups))
 
     measured = None if config.step_profile else computing
@@ -347,7 +347,7 @@ def _computing(
     """attention: for prompts, for decode rows."""
     tap = loaded.drafter.tap if loaded is not None else ()
     try:
-        runner = make_runner(config, model, pool, *attention, context, tap)
+        runner = make_runner(config, model, pool, *attention, context, config.most_drafts, tap)
         if loaded is not None:
             runner.follow = loaded.drafter.follow
         return runner

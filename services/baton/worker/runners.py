@@ -25,12 +25,13 @@ def make_runner(
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
     context_length: int,
+    draft_tokens: int = 0,
     tap: tuple[int, ...] = (),
     graphs: bool = True,
 ) -> ModelRunner:
     """With kernels, and CUDA `graphs`, where the model and device allow it. All ranks are given the same, so
-    that they capture the same graphs. Raises ValueError if `config.batch_invariant` is set and the model has
-    no fused body there."""
+    that they capture the same graphs. `draft_tokens`: of a row, at most. Raises ValueError if
+    `config.batch_invariant` is set and the model has no fused body there."""
     problem = unsuited(model, prefill, decode)
     if problem is not None:
         if config.batch_invariant:
@@ -44,7 +45,7 @@ def make_runner(
             context_length=context_length,
             prefill_attention=prefill,
             decode_attention=decode,
-            draft_tokens=config.most_drafts,
+            draft_tokens=draft_tokens,
             tap=tap,
         )
     if not config.batch_invariant and (reason := why_not_fused(model)) is not None:
@@ -72,7 +73,7 @@ def make_runner(
         kernels=True,
         graphs=graphs,
         batch_invariant=config.batch_invariant,
-        draft_tokens=config.most_drafts,
+        draft_tokens=draft_tokens,
         progress=report,
         tap=tap,
     )

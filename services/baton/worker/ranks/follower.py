@@ -106,7 +106,7 @@ class Follower:
         else:
             pool = self._host_pool(layout, asked)
         prefill, decode = attention_of(self._config, self._model, self._device)
-        where = prefill[0], decode[0], asked.context, asked.tap
+        where = prefill[0], decode[0], asked.context, asked.drafts, asked.tap
         self._runner = make_runner(self._config, self._model, pool, *where)
         made = None if self._segment is None else str(self._segment.path)
         resident = psutil.Process().memory_info().rss

@@ -52,6 +52,8 @@ class MakePool(msgspec.Struct, frozen=True, tag=True):
     tap: tuple[int, ...] = ()
     """Hidden states that rank 0's drafter reads: see HiddenTap.layers. The others' layers then compute the
     same tokens."""
+    drafts: int = 0
+    """Most drafts of a row."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
