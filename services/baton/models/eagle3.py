@@ -62,7 +62,7 @@ class Eagle3Layer:
 
 
 class Eagle3Head:
-    """Implements `engine.draft.heads.DraftHead`."""
+    """Implements `engine.draft.draft_head.DraftHead`."""
 
     name = "eagle3"
 

@@ -28,7 +28,7 @@ from baton.models.whole_vocabulary import WholeVocabulary, read_whole
 
 
 class MtpHead:
-    """Implements `engine.draft.heads.DraftHead`."""
+    """Implements `engine.draft.draft_head.DraftHead`."""
 
     name = "mtp"
 

@@ -11,28 +11,24 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 
-import numpy as np
 import torch
 
-from baton.attention.base import AttentionBackend, AttentionRows
+from baton.attention.base import AttentionBackend
 from baton.attention.paged import PagedAttention
 from baton.attention.step import ModelAttention
-from baton.engine.batch import HostBatch
 from baton.engine.draft.draft_head import DraftHead
 from baton.engine.draft.head_graphs import HeadGraphs, HeadRow, HeadShape, LaunchedDrafts, Unread
+from baton.engine.draft.head_passes import HeadPasses
 from baton.engine.draft.head_state import HeadState, HeadWork
 from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
 from baton.engine.draft.paged_drafter import PagedDrafter
-from baton.engine.draft.sampling import DraftSampler, read_drafts
+from baton.engine.draft.sampling import DraftSampler
 from baton.engine.launched_step import LaunchedStep
 from baton.engine.plan import PlanRow
 from baton.engine.request import Sequence as TokenSequence
 from baton.engine.request import SequencePhase
-from baton.engine.sampler import KernelSamples, Samples
 from baton.kvcache import BlockTable
 from baton.kvcache.kv_pool import PagePool
-from baton.layers.async_copy import to_device
-from baton.layers.batch import Batch
 
 MOST_WAITING = 64
 """Hidden states of a sequence that is not asked for drafts wait for it; with more, it is caught up with."""
@@ -62,13 +58,14 @@ class HeadDrafter(PagedDrafter):
         layout, self.device = pool.layout, pool.device
         limits = max_slots, pool.num_pages, layout.page_size, len(layout.groups)
         self.slots = DraftKvSlots(*limits, generations)
-        self._sampler = DraftSampler(max_slots, vocab_size, pool.device)
+        sampler = DraftSampler(max_slots, vocab_size, pool.device)
+        paged = any(issubclass(each, PagedAttention) for each in attention)
+        self._passes = HeadPasses(head, pool, self._attention, sampler, paged=paged)
         self._graphs: HeadGraphs | None = None
         if graph_drafts:
             with torch.inference_mode():
                 most = context_length, graph_drafts, max_slots
                 self._graphs = HeadGraphs(head, self._attention, *most)
-        self._paged = any(issubclass(each, PagedAttention) for each in attention)
         self._context, self._budget = context_length, token_budget
         self._step = 0
         self._asked: dict[int, tuple[HeadState, int]] = {}
@@ -77,10 +74,6 @@ class HeadDrafter(PagedDrafter):
         self._going: list[tuple[HeadState, int]] = []
         """Those whose drafts `_launched` has, and how many they are."""
         self._launched: LaunchedDrafts | None = None
-        self._written: torch.cuda.Event | None = None
-        """That single passes have written their keys and values; None on a CPU, where they have."""
-        if self.device.type == "cuda":
-            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._failed: Exception | None = None
         """What `follow` failed at."""
         self._waiting: dict[HeadState, None] = {}
@@ -143,13 +136,14 @@ class HeadDrafter(PagedDrafter):
             works = [work for work in works if work not in ready] + [w.split(shape.pairs) for w in ready]
         if any(work.positions for work in works):
             self._catch_up([work for work in works if work.positions])
-        self._draft([work for work in works if work.drafts > 0 and _is_ready(work.state)])
+        for found in self._passes.draft([w for w in works if w.drafts > 0 and _is_ready(w.state)]):
+            self._add(*found)
         if shape is not None:
             self._draft_by_graph(shape, ready)
         if going and self._launched is not None:
-            found = list(zip(*self._launched.read(), strict=True))
-            for state, drafts, place in going:
-                tokens, finite = found[place]
+            drawn = list(zip(*self._launched.read(), strict=True))
+            for state, drafts, index in going:
+                tokens, finite = drawn[index]
                 for depth in range(drafts):
                     self._add(state, depth, tokens[depth], finite[depth])
 
@@ -169,7 +163,7 @@ class HeadDrafter(PagedDrafter):
         assert launched.tapped is not None and launched.verified is not None
         samples = {slot: i for i, slot in enumerate(launched.slots.tolist())}
         states, rows, unread = list[tuple[HeadState, int]](), list[HeadRow](), list[Unread]()
-        for place, row in enumerate(launched.rows):
+        for index, row in enumerate(launched.rows):
             if row.slot not in asked or not row.drafts or row.ahead:
                 continue
             state, drafts = asked[row.slot]
@@ -189,7 +183,7 @@ class HeadDrafter(PagedDrafter):
             seed, temperature = sequence.seed, sequence.request.params.temperature
             row_values = positions, positions, state.pairs, kv.tables[0], temperature, seed, row.start + 2
             rows.append(HeadRow(*row_values))
-            unread.append(Unread(launched.tapped_at[place], launched.firsts[sample], sample))
+            unread.append(Unread(launched.tapped_at[index], launched.firsts[sample], sample))
             states.append((state, drafts))
         if not rows:
             return
@@ -204,15 +198,15 @@ class HeadDrafter(PagedDrafter):
 
     def _take_going(self, asked: dict[HeadState, int]) -> list[tuple[HeadState, int, int]]:
         """Takes those out of `asked` whose drafts are under way behind their last token: how many are, and
-        their place among these."""
+        their index among these."""
         found, going, self._going = [], self._going, []
-        for place, (state, drafts) in enumerate(going):
+        for index, (state, drafts) in enumerate(going):
             came, state.going = state.going < 0, -1
             if not came or state.kv is None or state.lost or state not in asked:
                 continue
             if state.seen == len(state.sequence.tokens) - 1:
                 self.slots.use(state.kv, self._step)
-                found.append((state, min(drafts, asked.pop(state)), place))
+                found.append((state, min(drafts, asked.pop(state)), index))
         return found
 
     def _forget_ended(self) -> None:
@@ -253,8 +247,7 @@ class HeadDrafter(PagedDrafter):
         # Those that make room may have pages that the device still writes.
         if self._launched is not None:
             self._launched.wait()
-        if self._written is not None:
-            self._written.synchronize()
+        self._passes.wait()
         following, namespace = _key(sequence, entries + 1 if entries == tokens - 1 else 0)
         return self.slots.take(None, entries, self._step, following, namespace, last=0)
 
@@ -317,7 +310,7 @@ class HeadDrafter(PagedDrafter):
             rows.append(PlanRow(work.kv.slot, following, work.state.pairs, work.kv.tables, (work.kv.slot,)))
         hidden = [self._head.enter(torch.cat(work.hidden)) for work in works]
         positions = [work.positions for work in works]
-        found = self._pass(rows, positions, hidden)
+        found = self._passes.run(rows, positions, hidden)
         for work, last in zip(works, found.unbind(0), strict=True):
             state = work.state
             state.pairs += len(work.positions)
@@ -341,35 +334,6 @@ class HeadDrafter(PagedDrafter):
     def _ends(work: HeadWork) -> bool:
         """Whether its pairs reach the sequence's last token."""
         return work.positions[-1] + 2 == len(work.state.sequence.tokens)
-
-    def _draft(self, works: Sequence[HeadWork]) -> None:
-        """A token of each sequence in a pass, for those that want so many; reads them when all passes are
-        under way."""
-        for work in works:
-            self._sampler.init(work.kv.slot, work.state.sequence)
-        hidden = [work.state.last for work in works if work.state.last is not None]
-        states = torch.stack(hidden) if hidden else torch.empty(0)
-        found: list[tuple[Sequence[HeadWork], Samples | KernelSamples]] = []
-        for depth in range(max((work.drafts for work in works), default=0)):
-            if depth:
-                going = [i for i, work in enumerate(works) if work.drafts > depth]
-                tokens = found[-1][1].tokens
-                if len(going) < len(works):
-                    works, at = [works[i] for i in going], to_device(np.array(going), self._pool.device)
-                    states, tokens = states.index_select(0, at), tokens.index_select(0, at)
-                rows = [
-                    PlanRow(w.kv.slot, (0,), w.state.pairs + depth - 1, w.kv.tables, (w.kv.slot,))
-                    for w in works
-                ]
-                positions = [[work.state.behind + depth - 2] for work in works]
-                states = self._pass(rows, positions, [states], tokens)
-            slots = np.array([work.kv.slot for work in works], np.int64)
-            behind = np.array([work.state.behind + depth for work in works], np.int64)
-            found.append((works, self._sampler.sample(self._head.logits(states), slots, behind)))
-        drawn = read_drafts([samples for _, samples in found])
-        for depth, ((those, _), (drafts, finite)) in enumerate(zip(found, drawn, strict=True)):
-            for work, token, is_number in zip(those, drafts, finite, strict=True):
-                self._add(work.state, depth, token, is_number)
 
     def _draft_by_graph(self, shape: HeadShape, works: Sequence[HeadWork]) -> None:
         assert self._graphs is not None
@@ -396,49 +360,6 @@ class HeadDrafter(PagedDrafter):
             kv.guess.append(token)
         elif not state.lost:
             self.slots.drop(kv, damaged=True)
-
-    def _pass(
-        self,
-        rows: Sequence[PlanRow],
-        positions: Sequence[Sequence[int]],
-        hidden: Sequence[torch.Tensor],
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """One pass of the head; `positions` and `hidden` of each row's tokens. `tokens`: those of rows of one
-        token, where the host does not know them. -> hidden states at the last token of each row, [rows,
-        hidden]."""
-        host, device = HostBatch.of(rows), self._pool.device
-        single, parts = host.single, []
-        for first, end, longest in ((0, single, 1), (single, len(rows), host.longest)):
-            if first < end:
-                count = single if longest == 1 else host.tokens - single
-                parts.append(self._rows(host, first, end, count, longest))
-        at = to_device(np.array([each for i in host.order for each in positions[i]], np.int64), device)
-        if tokens is None:
-            tokens = to_device(host.ids, device)
-            hidden = [hidden[i] for i in host.order]
-        batch = Batch(tokens, at, self._attention.over(*parts))
-        found = self._head.forward(tokens, torch.cat(list(hidden)), batch)
-        if self._written is not None:
-            self._written.record()
-        return found.index_select(0, to_device(host.logits_indices, device))
-
-    def _rows(self, host: HostBatch, first: int, end: int, tokens: int, longest: int) -> AttentionRows:
-        """Rows of a part of the batch."""
-        attention_rows = AttentionRows(host.rows[first:end], int(host.starts[first]), tokens, longest=longest)
-        if not self._paged:
-            return attention_rows
-        device, spare = self._pool.device, self._pool.num_pages
-        width = max(len(row.tables[0]) for row in attention_rows.host or ())
-        tables = np.full((len(self._pool.layout.groups), end - first, width), spare, np.int32)
-        for i, row in enumerate(attention_rows.host or ()):
-            for group, pages in enumerate(row.tables):
-                tables[group, i, : len(pages)] = pages
-        attention_rows.tables = to_device(tables, device).unbind(0)
-        attention_rows.lengths = to_device(host.lengths[first:end], device)
-        if longest > 1:
-            attention_rows.starts = to_device(host.starts[first : end + 1] - host.starts[first], device)
-        return attention_rows
 
 
 def _key(sequence: TokenSequence, tokens: int) -> tuple[Sequence[int], str]:
