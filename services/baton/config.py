@@ -169,7 +169,7 @@ class WorkerConfig(NodeConfig):
     the most."""
     host_memory: str = ""
     """Memory of the host, such as 64G, for pages that the KV pool evicts: they are copied back when a prompt
-    needs them, if that is sooner than to compute it. Empty: none. With --tp on one host's CPUs only."""
+    needs them, if that is sooner than to compute it. Empty: none. Not with --nnodes."""
     disk: str = ""
     """Directory for files of pages that the host memory has been given, on a local disk or shared by several
     workers: they are read back when a prompt needs them, also after a restart, if that is sooner than to

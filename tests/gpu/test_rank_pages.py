@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
 from owners import gpus
 from part_owner import LEAD, UNTOUCHED, content
 
+from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
+from baton.kvcache.kv_groups import FULL
+from baton.step_cost import StepCost
 from baton.transport import TransportError, cuda_runtime
 from baton.transport.cuda_ipc import CudaIpcReceiver, cuda_ipc_endpoint, local_part
 from baton.transport.cuda_pages import CudaPages, PagePart
 from baton.v1 import common_pb2 as pb
+from baton.worker import host_memory
+from baton.worker.host_memory import HostMemory
 
 PAGES = 24
 HEADS = 4
@@ -130,6 +137,40 @@ async def test_pulled_bytes_are_the_owners(theirs, ours, other_gpu):
         writer.write(11, 5000, content(1000, PAGE).numpy().tobytes()[5000:])
         await writer.finish()
         assert bytes(await reader.read(11)) == content(1000, PAGE).numpy().tobytes()
+        local.close()
+
+
+@pytest.mark.parametrize("other_gpu", gpus())
+@pytest.mark.parametrize("ours", [1, 2, 4, 8])
+async def test_host_memory_has_whole_pages_of_all_ranks(monkeypatch, ours, other_gpu):
+    """Out of each rank's part, and back into each: also where several hold the same heads."""
+    monkeypatch.setattr(host_memory, "SLAB_BYTES", 5 * PAGE)
+    with owners(spans(ours)[1:], False, 1 + other_gpu) as (followers, parts):
+        local = local_pages(ours, parts)
+        cache = KvCacheManager(PageAllocator(PAGES), PrefixTree(4, "lru", (FULL,)))
+        memory = HostMemory(local.parts, cache, 20 * PAGE)
+        for page, part in itertools.product(range(8), local.parts):
+            part.memory[page].copy_(content(page, PAGE)[slice(*part.span)])
+        for device in local.devices:
+            torch.cuda.synchronize(device)
+        reports: SimpleQueue = SimpleQueue()
+        memory.start(reports.put, lambda: StepCost(1.0, 0.0, 0.0, 0.0, 0.0))
+        for _ in range(3):  # slabs that are pinned later
+            reports.get(timeout=30)()
+        down = [(page, page + 3) for page in range(8)]
+        up = [(page + 3, 12 + 7 - page) for page in range(5)] + [(8, 9), (9, 10), (10, 11)]
+        for number, (pairs, to_gpu) in enumerate([(down, False), (up, True)]):
+            memory.copy(number, pairs, to_gpu)
+            assert reports.get(timeout=30).args == (number, None)
+        reader = local.reader()
+        for source, target in up:
+            assert bytes(await reader.read(target)) == content(source - 3, PAGE).numpy().tobytes()
+        there = {page: page for page in range(8)} | {target: source - 3 for source, target in up}
+        for (first, size), follower in zip(spans(ours)[1:], followers, strict=True):
+            assert follower.hash() == expected(
+                [(source, target) for target, source in there.items()], first, size
+            )
+        memory.close()
         local.close()
 
 

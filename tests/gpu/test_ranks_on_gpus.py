@@ -380,6 +380,7 @@ def place(request):
     return request.param
 
 
+SIZES_OF_MODEL = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 8}
 KINDS = {
     "float32": ("--dtype", "float32"),
     "bfloat16": ("--dtype", "bfloat16"),
@@ -389,8 +390,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def workers(request, place, tmp_path_factory):
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 8}
-    path = save(make_model("qwen3", **sizes), tmp_path_factory.mktemp("qwen3"))
+    path = save(make_model("qwen3", **SIZES_OF_MODEL), tmp_path_factory.mktemp("qwen3"))
     deployment = Deployment(tmp_path_factory.mktemp("ranks"), path)
     flags = (*WORKER, *KINDS[request.param], "--device", place)
     prefill = [deployment.add_worker("prefill", *flags, "--tp", str(tp)) for tp in (1, 2)]
@@ -440,6 +440,28 @@ def test_pages_are_handed_off_between_different_numbers_of_ranks(workers):
         print("further from float32 than 0.3", wrong)
         assert all(share <= wrong["one"] + 0.1 for share in wrong.values())
     deployed.deployment.assert_idle()
+
+
+def test_pages_come_back_from_host_memory_to_all_ranks(place, tmp_path):
+    """Prompts in rotation, of which the pool has room for two: the second round's are copied back."""
+    path = save(make_model("qwen3", **SIZES_OF_MODEL), tmp_path / "model")
+    deployment = Deployment(tmp_path / "tier", path)
+    flags = (*WORKER, "--kv-tokens", "1024", "--dtype", "float32", "--device", place)
+    ranks = ("--tp", "2", "--host-memory", "256M")
+    decode = [deployment.add_worker("decode", *flags, *more) for more in ((), ranks)]
+    gateways = [deployment.add_gateway([worker]) for worker in decode]
+    for worker in decode:
+        worker.forked = False  # CUDA may have been looked for before the fork
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, VOCABULARY, (400,), generator=generator).tolist() for _ in range(6)]
+    with deployment:
+        plain, tier = ([ask(gateway, prompts) for _ in range(2)] for gateway in gateways)
+        said = [[each.choices[0].token_ids for each in answers] for answers in (*plain, *tier)]
+        assert said[0] == said[1] == said[2] == said[3]
+        print("tokens from host memory", [each.usage.host_tokens for each in tier[1]])
+        assert all(each.usage.host_tokens >= 384 - 2 * PAGE for each in tier[1])
+        assert not any(each.usage.cached_tokens for each in plain[1])
+        deployment.assert_idle()
 
 
 @pytest.mark.parametrize("killed", ["follower", "rank 0"])

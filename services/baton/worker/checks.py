@@ -24,7 +24,7 @@ def checked(config: WorkerConfig) -> tuple[WorkerConfig, torch.device]:
     CheckpointError or NoBackend for what would otherwise fail only after the model has been loaded."""
     device = device_of(config.device)
     config = sized(config, device)
-    _check(config, device)
+    _check(config)
     if config.batch_invariant:
         config = _invariant(config, device)
     if config.tp > 1 and device.type != "cpu":
@@ -42,7 +42,7 @@ def check_tried(config: WorkerConfig, device: torch.device) -> None:
         raise failed_precondition(text)
 
 
-def _check(config: WorkerConfig, device: torch.device) -> None:
+def _check(config: WorkerConfig) -> None:
     """Raises BatonError."""
     if config.policy not in POLICIES:
         raise invalid("policy", f"--policy {config.policy!r} is not known; use {', '.join(POLICIES)}")
@@ -72,11 +72,9 @@ def _check(config: WorkerConfig, device: torch.device) -> None:
     ):
         text = "--disk needs --host-memory, through which its pages go, and a --disk-size: give it both"
         raise invalid("disk", text)
-    elsewhere = config.nnodes > 1 or device.type != "cpu"
-    if parse_size(config.host_memory, "host_memory") and config.tp > 1 and elsewhere:
-        # One thread copies whole pages: the ranks of a host share these on CPUs only.
-        text = "--host-memory works with --tp on the CPUs of one host only; leave one of them out"
-        raise invalid("host_memory", text)
+    if parse_size(config.host_memory, "host_memory") and config.nnodes > 1:
+        # Rank 0 copies whole pages, of which other hosts have parts.
+        raise invalid("host_memory", "--host-memory works on one host only; leave it or --nnodes out")
     check_hosts(config)
     if config.kv_dtype not in KV_DTYPES:
         raise invalid("kv_dtype", f"--kv-dtype {config.kv_dtype!r} is not known; use {', '.join(KV_DTYPES)}")

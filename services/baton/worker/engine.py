@@ -65,7 +65,7 @@ from baton.worker.model import (
     ranks_together,
     use_device,
 )
-from baton.worker.pool import PublishedPool, join_parts, make_pool
+from baton.worker.pool import PublishedPool, join_parts, make_pool, page_parts
 from baton.worker.ranks.channel import CollectiveError
 from baton.worker.ranks.followers import FollowerError
 from baton.worker.ranks.leader import Ranks
@@ -173,9 +173,9 @@ class Engine:
     def close(self) -> None:
         if self.trials is not None:
             self.trials.close()
-        self.ranks.close()
         if self.host_memory is not None:
-            self.host_memory.close()
+            self.host_memory.close()  # before other ranks free what it copies
+        self.ranks.close()
         for published in self._published:
             published.close()
 
@@ -267,7 +267,7 @@ def _build_ranked(
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
     # Measured while the pool is empty.
     size_of_tier = parse_size(config.host_memory, "host_memory")
-    host_memory = HostMemory(pool, cache, size_of_tier) if size_of_tier else None
+    host_memory = HostMemory(page_parts(pool, published), cache, size_of_tier) if size_of_tier else None
     parts = config.tp if device.type == "cuda" else 1
     message = layout_message(layout, name, kv_scales(config, path, model), parts)
     if host_memory is not None and config.disk:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -17,11 +16,12 @@ import torch
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.disk_tier import DiskTier
 from baton.kvcache.host_tier import HostTier, keep_what_returns
-from baton.kvcache.kv_pool import PagePool
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.step_cost import StepCost, StepLoad, chunk_pairs
-from baton.transport.base import runs_of
+from baton.transport import cuda_runtime
+from baton.transport.base import pieces_of, runs_of
+from baton.transport.cuda_pages import PagePart
 from baton.worker.memory import check_pool
 from baton.worker.page_directory import PageDirectory
 
@@ -29,8 +29,12 @@ _log = get_logger()
 
 SLAB_BYTES = 256 * 2**20
 """Memory is pinned in pieces of this size, or of one page: about a quarter of a second each."""
+FOR_ALL_GPUS = 1
+"""cudaHostRegisterPortable"""
 MEASURED_PAGES = 8
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_Streams = dict[torch.device, torch.cuda.Stream]
+"""Streams of one thread; none on a CPU."""
 Report = Callable[[Callable[[], None]], None]
 """Has something called in the step thread."""
 
@@ -53,20 +57,23 @@ def takes_less(cost: Callable[[], StepCost], cached: int, tokens: int, seconds: 
 
 
 class HostMemory:
-    """Implements kvcache.host_tier.PageCopier. A thread each way copies pages, on a GPU with a stream of its
-    own; another one pins the memory."""
+    """Implements kvcache.host_tier.PageCopier. A thread each way copies pages, with a stream of its own on
+    each GPU; another one pins the memory."""
 
-    def __init__(self, pool: PagePool, cache: KvCacheManager, size: int) -> None:
-        """Raises BatonError when the memory, or a page, does not fit."""
-        page_bytes = pool.layout.page_bytes
+    def __init__(self, parts: Sequence[PagePart], cache: KvCacheManager, size: int) -> None:
+        """`parts`: make up the pool's pages; bytes that several have are the same. Raises BatonError when the
+        memory, or a page, does not fit."""
+        page_bytes = max(part.span[1] for part in parts)
         pages = size // page_bytes
         if not pages:
             text = f"--host-memory of {size} bytes is less than a page of {page_bytes}: give it more"
             raise failed_precondition(text)
         check_pool(pages * page_bytes)
-        self._pool = pool.raw
-        self._cuda = pool.device.type == "cuda"
-        self._device = pool.raw.device  # which has an index
+        self._parts = parts
+        self._down = pieces_of([(0, page_bytes)], [part.span for part in parts])
+        """Where each byte of a page is read."""
+        self._devices = tuple(dict.fromkeys(part.memory.device for part in parts))  # which have an index
+        self._cuda = self._devices[0].type == "cuda"
         self._page_bytes = page_bytes
         self._per_slab = min(pages, max(1, SLAB_BYTES // page_bytes))
         self._slabs: list[torch.Tensor] = [self._slab(self._per_slab)]
@@ -123,58 +130,65 @@ class HostMemory:
         self._ways[up].put((number, pairs))
 
     def _serve(self, up: bool) -> None:
-        stream = self._stream()
+        streams = self._streams()
         while (job := self._ways[up].get()) is not None:
             number, pairs = job
             error = None
             try:
-                self._copy(pairs, up, stream)
+                self._copy(pairs, up, streams)
             except Exception as failure:
                 error = str(failure)
                 _log.warning("pages of the host tier were not copied", error=error)
             self._report(partial(self.tier.copied, number, error))
 
-    def _stream(self) -> torch.cuda.Stream | None:
+    def _streams(self) -> _Streams:
         if not self._cuda:
-            return None
-        torch.cuda.set_device(self._device)
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            return {}
+        torch.cuda.set_device(self._devices[0])
+        return {device: torch.cuda.Stream(device) for device in self._devices}  # type: ignore[no-untyped-call]
 
-    def _copy(self, pairs: Sequence[tuple[int, int]], up: bool, stream: torch.cuda.Stream | None) -> None:
+    def _copy(self, pairs: Sequence[tuple[int, int]], up: bool, streams: _Streams) -> None:
         """Returns when all copies are complete."""
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        try:
             for target, source in self._pieces(pairs, up):
-                if stream is None:
+                if not streams:
                     target.numpy()[:] = source.numpy()  # by this thread alone
                 else:
-                    target.copy_(source, non_blocking=True)
-            if stream is not None:
-                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                done.record(stream)
-                done.synchronize()
+                    _enqueue(target, source, streams[(target if up else source).device])
+        finally:  # whoever hears of an error may give the pages to others
+            for stream in streams.values():
+                with torch.cuda.stream(stream):
+                    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                    done.record(stream)
+                    done.synchronize()
 
     def _pieces(
         self, pairs: Sequence[tuple[int, int]], up: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(target, source) of runs that are adjacent on both sides and lie in one slab."""
+        """(target, source), [pages, bytes] each, of runs that are adjacent on both sides and lie in one
+        slab."""
+        spans = [(part, *part.span) for part in self._parts]
+        if not up:
+            spans = [(self._parts[piece.source], piece.begin, piece.end) for piece in self._down]
         for source, target, count in runs_of(pairs):
             host, local = (source, target) if up else (target, source)
             while count:
                 slab, offset = divmod(host, self._per_slab)
                 length = min(count, self._per_slab - offset)
-                theirs = self._slabs[slab][offset : offset + length]
-                ours = self._pool[local : local + length]
-                yield (ours, theirs) if up else (theirs, ours)
+                for part, begin, end in spans:
+                    theirs = self._slabs[slab][offset : offset + length, begin:end]
+                    ours = part.memory[local : local + length, begin - part.first : end - part.first]
+                    yield (ours, theirs) if up else (theirs, ours)
                 host, local, count = host + length, local + length, count - length
 
     def _measure(self) -> float:
         """The first pages of the slab are zeros, and the pool is empty."""
-        stream = self._stream()
-        count = min(MEASURED_PAGES, self._per_slab, len(self._pool))
+        streams = self._streams()
+        count = min(MEASURED_PAGES, self._per_slab, len(self._parts[0].memory))
         pairs, seconds = [(page, page) for page in range(count)], []
         for _ in range(3):
             began = time.perf_counter()
-            self._copy(pairs, True, stream)
+            self._copy(pairs, True, streams)
             seconds.append(time.perf_counter() - began)
         return min(seconds) / count
 
@@ -193,7 +207,8 @@ class HostMemory:
             if self._cuda:
                 # Not by torch's own pinned allocator, which rounds sizes up to powers of two.
                 slab.fill_(0)
-                answer = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
+                register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
+                answer = register(slab.data_ptr(), size, FOR_ALL_GPUS)
                 if int(answer) != 0:
                     raise RuntimeError(f"cudaHostRegister: {answer}")
         except RuntimeError as error:
@@ -204,7 +219,7 @@ class HostMemory:
     def _grow(self) -> None:
         """Pins the other slabs, one after the other."""
         if self._cuda:
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._devices[0])
         began, total = time.monotonic(), self._allocator.counts().total
         for first in range(self._per_slab, total, self._per_slab):
             if self._closed.is_set():
@@ -225,3 +240,15 @@ class HostMemory:
         """In the step thread."""
         self._allocator.recover(pages)
         self._allocator.give_back(pages)
+
+
+def _enqueue(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Copies rows of bytes between host and GPU. The host does not wait."""
+    with torch.cuda.stream(stream):
+        if target.is_contiguous() and source.is_contiguous():
+            target.copy_(source, non_blocking=True)
+            return
+        # torch would copy rows that lie apart through memory in between, and wait.
+        rows, width = target.shape
+        to, apart, of, apart_there = target.data_ptr(), target.stride(0), source.data_ptr(), source.stride(0)
+        cuda_runtime.Copier(stream).copy_rows(to, apart, of, apart_there, width, rows)

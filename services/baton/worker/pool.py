@@ -20,7 +20,7 @@ from baton.worker.memory import check_pool
 from baton.worker.model import own_part
 
 if TYPE_CHECKING:
-    from baton.transport.cuda_pages import CudaPages
+    from baton.transport.cuda_pages import CudaPages, PagePart
     from baton.transport.nixl import NixlOwner
 
 _log = get_logger()
@@ -132,6 +132,14 @@ def join_parts(published: PublishedPool, others: Sequence[common_pb2.CudaIpcPart
     if "cuda_ipc" in published.kinds:
         exported = export_part(pages.pool, 0)
         published.cuda_ipc = _export(whole, published.segment, [exported, *others])
+
+
+def page_parts(pool: PagePool, published: PublishedPool) -> Sequence[PagePart]:
+    """What makes up whole pages: on GPUs the pools of all ranks."""
+    from baton.transport.cuda_pages import CudaPages, PagePart
+
+    pages = published.pages
+    return pages.parts if isinstance(pages, CudaPages) else (PagePart(0, pool.raw),)
 
 
 def _host_pool(
