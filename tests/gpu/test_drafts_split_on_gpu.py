@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from test_deployment import WORKER, answers, on_gpus, prompts
 from test_draft_heads_on_gpu import save_eagle3
 
@@ -16,8 +17,11 @@ from checkpoints import VOCABULARY, make_model, save
 from deployment import Deployment
 
 from baton.config import DecodeConfig, PrefillConfig
+from baton.layers.async_copy import beside_steps
+from baton.rpc.address import new_incarnation
 from baton.worker.decode import draft_pulls
 from baton.worker.decode.server import DecodeNode
+from baton.worker.engine import build_engine
 from baton.worker.prefill.server import PrefillNode
 
 MOST = 4
@@ -90,3 +94,20 @@ async def test_drafts_are_those_of_one_node(paths, monkeypatch):
         await asyncio.to_thread(prefill.check_idle)
         await asyncio.to_thread(decode.check_idle)
         assert not leased(prefill)
+
+
+def test_what_a_prefill_node_drafts_with_is_a_part_of_its_working_memory(paths):
+    """Once the engine is built, the head's pass over a whole step's tokens takes nothing more."""
+    model, head = map(str, paths)
+    sizes = {"kv_tokens": 16384, "max_rows": 4, "token_budget": 256, "transports": ("grpc",)}
+    config = PrefillConfig(model=model, draft=head, device="cuda", dtype="float32", **sizes)
+    engine = build_engine(config, new_incarnation())
+    try:
+        drafter = engine.drafter.drafter
+        before = torch.cuda.memory_reserved()
+        for _ in range(3):
+            with beside_steps(engine.device):
+                drafter.fill_most(255)
+        assert torch.cuda.memory_reserved() == before
+    finally:
+        engine.close()

@@ -16,6 +16,7 @@ from baton.attention.base import AttentionBackend
 from baton.attention.registry import NoBackend
 from baton.config import WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.images import ImageEncoder
 from baton.engine.model_runner import ModelRunner
@@ -252,7 +253,10 @@ def _build_ranked(
 
     measured = None if config.step_profile else computing
     together = ranks_together(config.device, ranks.shard)
-    pages = num_pages(config, part_layout, shape.context_length, device, measured, together)
+    beside = None
+    if drafter is not None and isinstance(drafter.drafter, PagedDrafter):
+        beside = drafter.drafter  # of a prefill node, which this one is or may become
+    pages = num_pages(config, part_layout, shape.context_length, device, measured, together, beside)
     context = longest(layout.groups, pages, context, size, 2 * config.token_budget)
     pool, published = make_pool(layout, pages, device, kinds, incarnation, ranks.shard)
     published.pages = ranks.pages(published.pages, layout)
@@ -264,7 +268,8 @@ def _build_ranked(
         join_parts(published, ranks.parts())
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
-        run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
+        limits = StepLimits(config.token_budget, context, size, pages, len(layout.groups))
+        run_largest_steps(runner, limits, beside)
     # Measured while the pool is empty.
     size_of_tier = parse_size(config.host_memory, "host_memory")
     host_memory = HostMemory(page_parts(pool, published), cache, size_of_tier) if size_of_tier else None

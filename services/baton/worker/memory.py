@@ -12,9 +12,11 @@ import torch
 
 from baton import cgroups
 from baton.config import WorkerConfig
+from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.plan import Runner
 from baton.engine.warmup import StepLimits, largest_steps
 from baton.kvcache.kv_pool import PagePool, PoolLayout
+from baton.layers.async_copy import beside_steps
 from baton.rpc.errors import failed_precondition, invalid
 
 AUTO_KV_TOKENS = 65536
@@ -34,10 +36,12 @@ def num_pages(
     device: torch.device,
     make_runner: Callable[[PagePool], Runner[Any]] | None,
     together: int = 1,
+    drafter: PagedDrafter | None = None,
 ) -> int:
     """Pages of --kv-tokens: for so many tokens in all KV groups (see PoolLayout.pages). By default, on a GPU,
     what --memory-fraction leaves beside the loaded weights and the working memory, which is measured with a
-    runner (None: there is none); on a CPU, enough for many contexts within 1 GiB. Raises BatonError."""
+    runner (None: there is none), and `drafter` beside its steps; on a CPU, enough for many contexts within
+    1 GiB. Raises BatonError."""
     size, groups = layout.page_size, len(layout.groups)
     if config.kv_tokens:
         if config.kv_tokens < size:
@@ -51,7 +55,7 @@ def num_pages(
         working = 0
         if make_runner is not None:
             limits = StepLimits(config.token_budget, context, size, pages=1, groups=groups)
-            working = working_bytes(make_runner, layout, limits, device)
+            working = working_bytes(make_runner, layout, limits, device, drafter)
         least = min(context, LEAST_TOKENS)
         # Ranks that share a GPU have loaded as much each, and get as much of what is free.
         free, total = free // together, total // together
@@ -98,10 +102,14 @@ def check_weights(needed: int, free: int, total: int, fraction: float, device: t
         )
 
 
-def run_largest_steps(runner: Runner[Any], limits: StepLimits) -> None:
-    """Makes the runner allocate all that steps may need. Nothing may be in the pool yet. Blocks."""
+def run_largest_steps(runner: Runner[Any], limits: StepLimits, drafter: PagedDrafter | None = None) -> None:
+    """Makes the runner allocate all that steps may need, and a `drafter` that computes prompts beside them in
+    a stream of its own, whose memory steps do not share. Nothing may be in the pool yet. Blocks."""
     for plan in largest_steps(runner.max_slots, limits):
         runner.read(runner.launch(plan))
+    if drafter is not None:
+        with beside_steps(drafter.device):
+            drafter.fill_most(min(limits.token_budget, limits.context_length - 1))
 
 
 def working_bytes(
@@ -109,14 +117,15 @@ def working_bytes(
     layout: PoolLayout,
     limits: StepLimits,
     device: torch.device,
+    drafter: PagedDrafter | None = None,
 ) -> int:
-    """What a runner takes of a GPU beside weights and KV pool: activations, sampling, CUDA graphs. Measured
-    with one over a pool of a single page, which is given up again. Blocks."""
+    """What a runner, and a drafter, take of a GPU beside weights and KV pool: activations, sampling, CUDA
+    graphs. Measured with one over a pool of a single page, which is given up again. Blocks."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
     pool = PagePool(layout, 1, device, spare=1)
     runner = make_runner(pool)
-    run_largest_steps(runner, limits)
+    run_largest_steps(runner, limits, drafter)
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_reserved(device) - before - pool.raw.nbytes
     del runner, pool

@@ -52,7 +52,7 @@ class HeadDrafter(PagedDrafter):
         pages, where others see them; `attention`: for prompts, for rows of one
         token. `token_budget`: pairs that it computes in a step, at most; `vocab_size` and `context_length`:
         the model's. `graph_drafts`: steps have CUDA graphs, of rows with at most so many drafts; 0: none."""
-        self.name, self.tap = head.name, head.tap
+        self.name, self.tap, self.states = head.name, head.tap, (head.values, head.dtype)
         self._head, self._pool = head, pool
         self._attention = ModelAttention(pool, head.heads, head.attention_options, *attention)
         layout, self.device = pool.layout, pool.device

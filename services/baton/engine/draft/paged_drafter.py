@@ -9,7 +9,9 @@ import torch
 
 from baton.engine.draft.base import Drafter
 from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots
+from baton.engine.request import EngineRequest
 from baton.engine.request import Sequence as TokenSequence
+from baton.engine.sampling_params import SamplingParams
 from baton.kvcache import BlockTable
 
 
@@ -19,6 +21,8 @@ class PagedDrafter(Drafter):
     computes = True
     slots: DraftKvSlots
     device: torch.device
+    states: tuple[int, torch.dtype] | None = None
+    """Values of a token's hidden states, as `observe` takes them, and their dtype; None: it reads none."""
 
     # --- where prompts are computed: `observe`, `fill`, `lend` ---
 
@@ -26,6 +30,20 @@ class PagedDrafter(Drafter):
     def fill(self, prompts: Sequence[tuple[TokenSequence, int]]) -> None:
         """Computes what is missing of the first so many tokens of each sequence, as far as there is room.
         Returns when it is final."""
+
+    def fill_most(self, entries: int) -> None:
+        """Computes so many entries of no prompt in one `fill` and forgets them: what its passes need is then
+        allocated. Needs as many free pages."""
+        count = entries if self.states is None else entries + 1
+        (sequence,) = EngineRequest("", (0,) * count, SamplingParams()).sequences
+        if self.states is not None:
+            values, dtype = self.states
+            self.observe(sequence, 0, torch.zeros(entries, values, dtype=dtype, device=self.device))
+        self.fill([(sequence, count)])
+        lent = self.lend(sequence)
+        if lent is not None:
+            self.slots.cache.withdraw(lent[0])
+            self.slots.cache.release(lent[0], 0)
 
     @abstractmethod
     def lend(self, sequence: TokenSequence) -> tuple[BlockTable, int] | None:
