@@ -1,8 +1,7 @@
 """Triton: Mamba-2 (Dao and Gu, arXiv:2405.21060) over states in pages.
 
 Rows of one token: one launch, in which a program has a head's state. Longer rows: one that passes through
-pieces of 64 tokens with a part of a head's state in registers. With `StateRows.one_by_one` all rows go token
-by token: `_walk`. Needs a GPU: import it where one is in use.
+pieces of 64 tokens with a part of a head's state in registers. Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from baton.layers.kernels.short_convolution import page_of
 
 _VALUES = 32
 """Values of a head's state in a program of `_scan`."""
-_WALKED = 16
-"""The same of `_walk`."""
 
 
 @triton.jit
@@ -78,68 +75,6 @@ def _step(
     gate = tl.load(open_by, mask=p < P, other=0.0).to(tl.float32)
     result = result * gate / (1 + tl.exp(-gate))
     tl.store(out + (row.to(tl.int64) * HEADS + head) * P + p, result, mask=p < P)
-
-
-@triton.jit
-def _walk(
-    mixed,
-    gates,
-    steps,
-    rates,
-    biases,
-    skips,
-    out,
-    states,
-    tables,
-    slots,
-    positions,
-    pieces,
-    starts,
-    mixed_stride,
-    gates_stride,
-    page_stride,
-    table_stride,
-    least,
-    most,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    N: tl.constexpr,
-    P: tl.constexpr,
-    N_UP: tl.constexpr,
-    PAGE: tl.constexpr,
-    VALUES: tl.constexpr,
-):
-    low, high = tl.load(starts + tl.program_id(0)), tl.load(starts + tl.program_id(0) + 1)
-    head = tl.program_id(1)
-    group = head // (HEADS // GROUPS)
-    p = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    n = tl.arange(0, N_UP)
-    begin = tl.load(pieces + low * 4 + 2)
-    position, slot = tl.load(positions + begin), tl.load(slots + begin)
-    page = page_of(tables, slot, table_stride, position - 1, PAGE)
-    at = head * (N * P) + n[:, None] * P + p[None, :]
-    inside = (n < N)[:, None] & (p < P)[None, :]
-    state = tl.load(states + page * page_stride + at, mask=inside & (position > 0), other=0.0)
-    rate, bias, skip = tl.load(rates + head), tl.load(biases + head), tl.load(skips + head)
-    for piece in range(low, high):
-        first, count = tl.load(pieces + piece * 4), tl.load(pieces + piece * 4 + 1)
-        for token in tl.range(first, first + count):
-            where = tl.cast(token, tl.int64)
-            projected = mixed + where * mixed_stride
-            keys = projected + HEADS * P + group * N + n
-            key = tl.load(keys, mask=n < N, other=0.0).to(tl.float32)
-            query = tl.load(keys + GROUPS * N, mask=n < N, other=0.0).to(tl.float32)
-            value = tl.load(projected + head * P + p, mask=p < P, other=0.0).to(tl.float32)
-            size = _size(tl.load(steps + where * gates_stride + head), bias, least, most)
-            state = state * tl.exp(-rate * size) + key[:, None] * (value * size)[None, :]
-            result = tl.sum(query[:, None] * state, 0) + skip * value
-            open_by = gates + where * gates_stride + head * P + p
-            gate = tl.load(open_by, mask=p < P, other=0.0).to(tl.float32)
-            result = result * gate / (1 + tl.exp(-gate))
-            tl.store(out + (where * HEADS + head) * P + p, result, mask=p < P)
-        if tl.load(pieces + piece * 4 + 3) != 0:
-            page = page_of(tables, slot, table_stride, position + first + count - begin - 1, PAGE)
-            tl.store(states + page * page_stride + at, state, mask=inside)
 
 
 @triton.jit
@@ -244,22 +179,18 @@ def scan(
         _step[(singles, heads)](*inputs, *strides, P_UP=width, num_warps=4, **sizes)
     if rows.pieces is None or rows.starts is None:
         return out
-    if rows.one_by_one:
-        _walk[(len(rows.starts) - 1, heads, triton.cdiv(head_dim, _WALKED))](
-            *inputs, rows.pieces, rows.starts, *strides, VALUES=_WALKED, num_warps=1, **sizes
-        )
-    else:
-        precision = "tf32x3" if mixed.dtype == torch.float32 else "tf32"
-        # With four warps the tensor cores would read a tile of 64 rows from registers: see `tensor_cores`.
-        _scan[(len(rows.starts) - 1, heads, triton.cdiv(head_dim, _VALUES))](
-            *inputs,
-            rows.pieces,
-            rows.starts,
-            *strides,
-            VALUES=_VALUES,
-            PREC=precision,
-            num_warps=2,
-            num_stages=1,
-            **sizes,
-        )
+    assert not rows.one_by_one, "models with Mamba-2 are refused with batch_invariant"
+    precision = "tf32x3" if mixed.dtype == torch.float32 else "tf32"
+    # With four warps the tensor cores would read a tile of 64 rows from registers: see `tensor_cores`.
+    _scan[(len(rows.starts) - 1, heads, triton.cdiv(head_dim, _VALUES))](
+        *inputs,
+        rows.pieces,
+        rows.starts,
+        *strides,
+        VALUES=_VALUES,
+        PREC=precision,
+        num_warps=2,
+        num_stages=1,
+        **sizes,
+    )
     return out
