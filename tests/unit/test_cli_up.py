@@ -162,6 +162,8 @@ def test_interrupted_generate_frees_everything(up: Up) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Jobs that scripts run in the background ignore SIGINT, and so does what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None and process.stdout.read(1)
     process.send_signal(signal.SIGINT)
