@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import grpc
 import pytest
 
 from baton.config import GatewayConfig
@@ -11,11 +12,15 @@ from baton.gateway.auto_roles import AutoRoles
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.role_balance import RoleBounds
 from baton.gateway.routing import Router
+from baton.rpc.errors import BatonError
+from baton.rpc.logs import get_logger
 from baton.v1 import cache_pb2, node_pb2
 
 
 class Gateway:
-    """With one prefill node, where prompts wait, and three decode nodes."""
+    """With one prefill node, where prompts wait, and three decode nodes. Changes of role are refused."""
+
+    log = get_logger()
 
     def __init__(self):
         self.now, self.changes, self.draining = 0.0, [], set()
@@ -35,9 +40,15 @@ class Gateway:
         self.look = call
 
     def spawn(self, work, name):
-        work.close()
         if name.startswith("role"):
             self.changes.append((self.now, name))
+            with pytest.raises(StopIteration):
+                work.send(None)
+        else:
+            work.close()
+
+    async def set_role(self, address, role, seconds):
+        raise BatonError(grpc.StatusCode.ABORTED, "STILL_BUSY", "something did not end")
 
     def run(self, seconds):
         for _ in range(seconds):
@@ -80,3 +91,9 @@ def test_a_node_that_drains_for_good_hinders_no_change():
     gateway.draining = {"h:3"}
     gateway.run(50)
     assert gateway.changes[0] == (41.0, "role of h:2")
+
+
+def test_a_node_that_refuses_is_left_alone_for_others():
+    gateway = Gateway()
+    gateway.run(80)
+    assert gateway.changes == [(11.0, "role of h:3"), (71.0, "role of h:2")]

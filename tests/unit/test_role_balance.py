@@ -37,7 +37,7 @@ class Clock:
             for a, role in self.roles.items()
         ]
 
-    def run(self, seconds, prompts=0.0, rows=0.0, works=True):
+    def run(self, seconds, prompts=0.0, rows=0.0, works=True, refuse=()):
         found = []
         for _ in range(seconds):
             self.now += 1
@@ -45,7 +45,9 @@ class Clock:
             if change is not None:
                 found.append(change)
                 self.changes.append((self.now, change.to))
-                if works:
+                if change.address in refuse:
+                    self.balance.failed(self.now, change.address)
+                elif works:
                     self.roles[change.address] = change.to
         return found
 
@@ -95,6 +97,36 @@ def test_between_two_changes_there_is_a_pause():
 def test_a_change_that_fails_is_tried_again_after_the_pause():
     clock = Clock(prefill=1, decode=3)
     assert len(clock.run(130, prompts=9, works=False)) == 2
+
+
+def test_a_node_that_refuses_is_left_alone_for_others():
+    clock = Clock(prefill=1, decode=4)
+    changes = clock.run(250, prompts=9, refuse={"h:4"})
+    assert [change.address for change in changes] == ["h:4", "h:3", "h:4", "h:2"]
+
+
+def test_a_node_that_always_refuses_is_asked_ever_more_seldom():
+    clock, both = Clock(prefill=1, decode=2), {"h:1", "h:2"}
+    asked = [s for s in range(7200) for c in clock.run(1, prompts=9, refuse=both) if c.address == "h:2"]
+    gaps = [b - a for a, b in itertools.pairwise(asked)]
+    assert gaps[:3] == [120, 240, 480] and set(gaps[3:]) == {MOST_PAUSES * 60}
+
+
+def test_a_node_that_has_changed_its_role_has_refused_nothing():
+    clock = Clock(prefill=1, decode=3)
+    clock.run(1)
+    for _ in range(3):
+        clock.balance.failed(clock.now, "h:3")
+    clock.roles["h:3"] = "prefill"
+    clock.run(1)
+    clock.roles["h:3"] = "decode"
+    (change,) = clock.run(130, prompts=9)
+    assert change.address == "h:3"
+
+
+def test_a_role_without_enough_nodes_asks_one_that_refused_again():
+    clock = Clock(prefill=0, decode=2)
+    assert len(clock.run(60, refuse={"h:0", "h:1"})) >= 4
 
 
 @pytest.mark.parametrize("period", [4, 8, 15, 30, 60, 90, 200])

@@ -96,6 +96,7 @@ class AutoRoles:
         try:
             answer = await self._runtime.set_role(change.address, change.to, END_SECONDS)
         except BatonError as error:
+            self._balance.failed(self._runtime.clock(), change.address)
             self._metrics.role_changes.labels(change.to, "failed").inc()
             log.warning("role not changed", **named, reason=error.reason, error=error.message)
         else:

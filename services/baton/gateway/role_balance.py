@@ -5,13 +5,14 @@ second; and the expected wait for a row at a decode node, as far as its rows mak
 prompts). Where one of them is long and the other one short, a node changes sides, within `RoleBounds`.
 
 Several gateways may decide at the same time without knowing of each other: they choose the same node, which
-takes one change at a time, and each begins to measure anew when it sees a change.
+takes one change at a time, and each begins to measure anew when it sees a change. After a change that failed
+for one of them alone they may choose different ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from baton.gateway.routing import DEFAULT_PROMPT_RATE
@@ -113,10 +114,12 @@ class RoleBalance:
         """When a node was last seen to get another role."""
         self._last = ""
         """The role that it got then."""
+        self._failures: dict[str, tuple[int, float]] = {}
+        """By node: changes of its role that failed, since it changed; and until when it is left alone."""
 
     def look(self, now: float, nodes: Sequence[RoleLoad]) -> RoleChange | None:
         """The change to make now, if any. To be called about once a second, with each node once. Whether the
-        change succeeds is seen in later looks."""
+        change succeeds is seen in later looks; of one that failed `failed` is to be told."""
         self._notice(now, nodes)
         self.queues = measure(nodes)
         lacking, why = self._lacking(nodes)
@@ -128,12 +131,21 @@ class RoleBalance:
         missing = self._count(nodes, lacking) < self._bounds.least(lacking)
         if now < self._rests_until and not missing:
             return None
-        address = _choose([node for node in nodes if node.role != lacking])
+        others = [node for node in nodes if node.role != lacking]
+        resting = {address for address, (_, until) in self._failures.items() if now < until}
+        address = _choose(others, resting) or (_choose(others) if missing else "")
         if not address:
             return None
         self._rests_until = now + self._pauses * self._bounds.pause
         self._since = now
         return RoleChange(address, lacking, f"{why}, for {self._bounds.lasting:g} s")
+
+    def failed(self, now: float, address: str) -> None:
+        """A change was refused or given up, perhaps after the node had handed its requests back. It is left
+        alone for a time that doubles each time, unless a role has fewer nodes than it must have."""
+        failures = self._failures.get(address, (0, 0.0))[0] + 1
+        pauses = self._pauses * min(2**failures, MOST_PAUSES)
+        self._failures[address] = failures, now + pauses * self._bounds.pause
 
     def _notice(self, now: float, nodes: Sequence[RoleLoad]) -> None:
         """Sees changes of role, whoever made them. One that undoes the last doubles the pause."""
@@ -141,6 +153,8 @@ class RoleBalance:
         self._roles |= {node.address: node.role for node in nodes}
         if not changed:
             return
+        for node in changed:
+            self._failures.pop(node.address, None)
         role = changed[0].role
         if now - self._changed > FORGOTTEN * self._pauses * self._bounds.pause:
             self._pauses = 1
@@ -170,10 +184,10 @@ class RoleBalance:
         return sum(node.role == role for node in nodes)
 
 
-def _choose(nodes: Sequence[RoleLoad]) -> str:
+def _choose(nodes: Sequence[RoleLoad], resting: Collection[str] = ()) -> str:
     """The last able one by its address, of nodes of one role, so that all who decide choose the same; none
-    (empty) if what all decode nodes hold would fill those that are left."""
-    able = [node for node in nodes if node.able]
+    (empty) if what all decode nodes hold would fill those that are left. resting: are not chosen."""
+    able = [node for node in nodes if node.able and node.address not in resting]
     if not able:
         return ""
     chosen = max(able, key=lambda node: node.address)
