@@ -255,7 +255,6 @@ def test_models_that_cannot_draft(checkpoint):
     for config, words in (
         (replace(CONFIG, draft=str(checkpoint)), "its vocabulary has 1000 tokens, the model's"),
         (replace(CONFIG, draft="./no/such/model"), "no such directory or file"),
-        (replace(CONFIG, tp=2, draft="mtp"), "leave one of them out"),
     ):
         with pytest.raises((BatonError, CheckpointError), match=words):
             build_engine(config, new_incarnation())
