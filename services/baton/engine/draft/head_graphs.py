@@ -213,48 +213,50 @@ class HeadGraphs:
         return LaunchedDrafts(found, rows, done)
 
     def work(self, inputs: HeadInputs) -> None:
-        """The passes of a step; on buffers, so that a CUDA graph can hold it."""
-        head, device = self._head, self._device
-        rows, pairs = inputs.shape.rows, inputs.shape.pairs
+        """The passes of a step; on buffers, so that a CUDA graph can hold it. What no draft changes is made
+        once for all: many small kernels take a graph long."""
+        head, device, shape = self._head, self._device, inputs.shape
+        pairs, ends = shape.pairs, (shape.rows + 1) * shape.pairs
         offsets = torch.arange(pairs, device=device)
-        firsts = torch.arange(0, (rows + 1) * pairs, pairs, dtype=torch.int32, device=device)
-        batch = self._batch(
-            inputs.tokens,
-            inputs.positions,
-            inputs.starts[:, None] + offsets,
-            inputs.tables,
-            inputs.starts + pairs,
-            firsts,
-        )
+        firsts = torch.arange(0, ends, pairs, dtype=torch.int32, device=device)
+        places = inputs.starts[:, None] + offsets
+        targets = self._targets(places, inputs.tables).flatten()
+        last = inputs.starts + pairs
+        batch = self._batch(inputs.tokens, inputs.positions, targets, inputs.tables, last, firsts)
         states = head.forward(inputs.tokens, head.enter(inputs.hidden), batch)
         states = states.index_select(0, firsts[:-1] + inputs.counts - 1)
-        for depth in range(inputs.shape.drafts):
-            keys = position_keys(inputs.seeds, inputs.behind + depth)
+        depths = offsets[: shape.drafts, None]
+        keys = position_keys(inputs.seeds, inputs.behind + depths)
+        positions = (inputs.behind + (depths - 1)).clamp(0, self._context - 1)
+        places = inputs.starts + inputs.counts + depths
+        targets, lengths = self._targets(places.T, inputs.tables).T.contiguous(), (places + 1).int()
+        for depth in range(shape.drafts):
             sampled = inputs.result[depth]
-            sample_by_temperature(head.logits(states), inputs.temperatures, keys, sampled)
-            if depth + 1 < inputs.shape.drafts:
-                tokens, at = sampled[:, 0].contiguous(), inputs.starts + inputs.counts + depth
-                positions = (inputs.behind + (depth - 1)).clamp(0, self._context - 1)
-                batch = self._batch(tokens, positions, at[:, None], inputs.tables, at + 1, None)
+            sample_by_temperature(head.logits(states), inputs.temperatures, keys[depth], sampled)
+            if depth + 1 < shape.drafts:
+                tokens, at = sampled[:, 0].contiguous(), (positions[depth], targets[depth])
+                batch = self._batch(tokens, *at, inputs.tables, lengths[depth], None)
                 states = head.forward(tokens, states, batch)
+
+    def _targets(self, places: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Where keys and values belong: int [rows, n], pages [rows, pages] -> int64 [rows, n]"""
+        size = self._size
+        pages = tables.gather(1, (places // size).clamp(max=tables.shape[1] - 1).long())
+        return (pages * size + places % size).long()
 
     def _batch(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        at: torch.Tensor,
+        targets: torch.Tensor,
         tables: torch.Tensor,
         lengths: torch.Tensor,
         starts: torch.Tensor | None,
     ) -> Batch:
-        """`at`: int [rows, tokens of each], where their keys and values belong; lengths: keys of each row's
-        last token; starts: None: a token each."""
-        size = self._size
-        pages = tables.gather(1, (at // size).clamp(max=tables.shape[1] - 1).long())
-        target = (pages * size + at % size).long().flatten()
-        longest = at.shape[1]
-        rows = AttentionRows(None, 0, len(tokens), (tables,), lengths.int(), starts, longest)
-        rows.targets = (target,)
+        """`targets` [tokens]; `lengths`: keys of each row's last token; `starts`: None: a token each."""
+        longest = len(tokens) // len(lengths)
+        rows = AttentionRows(None, 0, len(tokens), (tables,), lengths, starts, longest)
+        rows.targets = (targets,)
         return Batch(tokens, positions, self._attention.over(rows))
 
     def _lanes(self, shape: HeadShape) -> tuple[int, ...]:
