@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from baton.layers.batch import Batch
+from baton.layers.parameters import Parameters
 from baton.models.decoder import Decoder, DecoderLayer, LanguageModel, plain_layers
 
 
@@ -23,16 +24,21 @@ def why_not_fused(model: LanguageModel) -> str | None:
 
 def _use_kernels(model: Decoder) -> None:
     """Gives the modules of layers without a fused body kernels for norms and for products of one row."""
-    from baton.layers.kernels.gemv import OneRowProduct
-
-    for linear in model.parameters.linears:
-        if linear.weight is not None and linear.weight.dtype == model.dtype:
-            linear.use_kernels(OneRowProduct(linear))
+    use_one_row_products(model.parameters)
     model.norm.use_kernel()
     for layer in model.layers:
         if isinstance(layer, DecoderLayer):
             layer.input_norm.use_kernel()
             layer.post_norm.use_kernel()
+
+
+def use_one_row_products(parameters: Parameters) -> None:
+    """Gives plain weights of 16 bits a kernel for products of one row, on a Hopper GPU."""
+    from baton.layers.kernels.gemv import OneRowProduct
+
+    for linear in parameters.linears:
+        if linear.weight is not None and linear.weight.dtype == parameters.dtype:
+            linear.use_kernels(OneRowProduct(linear))
 
 
 class Body:

@@ -34,9 +34,15 @@ class MtpHead:
 
     tap: tuple[int, ...] = (FINAL,)
 
-    def __init__(self, target: Decoder, layer: MtpLayer, whole: WholeVocabulary | None = None) -> None:
-        """`whole`: see `read_whole`."""
-        self._target, self._layer = target, layer
+    def __init__(
+        self,
+        target: Decoder,
+        layer: MtpLayer,
+        parameters: Parameters,
+        whole: WholeVocabulary | None = None,
+    ) -> None:
+        """`parameters`: the layer's; `whole`: see `read_whole`."""
+        self._target, self._layer, self.parameters = target, layer, parameters
         self._vocabulary = target if whole is None else whole
         self.values = target.config.hidden_size
         self.mixtures: Sequence[Mixture] = [found] if (found := layer.layer.mixture) is not None else []
@@ -98,7 +104,7 @@ def load_mtp(path: Path, target: Decoder, load_format: str = "auto") -> MtpHead:
     parameters = Parameters(target.dtype, target.device, plan=target.parameters.plan)
     parameters.ignore("")  # the model's own tensors
     layer = family(target.config.architecture).build_mtp(target.config, parameters)
-    head = MtpHead(target, layer, read_whole(target, path, load_format, head=True))
+    head = MtpHead(target, layer, parameters, read_whole(target, path, load_format, head=True))
     if load_format == "dummy":
         fill_at_random(parameters, lambda done, total: None)
     else:

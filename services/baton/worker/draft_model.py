@@ -22,6 +22,7 @@ from baton.kvcache import KvCacheManager
 from baton.kvcache.kv_pool import PagePool, PoolLayout, default_page_size
 from baton.layers.cache_spec import State
 from baton.model_path import resolve
+from baton.models.body import use_one_row_products
 from baton.models.config import ModelConfig, read_config
 from baton.models.decoder import Decoder, LanguageModel
 from baton.models.device_mixture import device_mixture
@@ -195,6 +196,8 @@ def _head_drafter(
         graphs = False
     for mixture in head.mixtures if graphs else ():
         mixture.kernels = device_mixture(mixture)
+    if graphs and head.dtype.itemsize == 2:
+        use_one_row_products(head.parameters)
     drafter = HeadDrafter(
         head,
         made.pool,

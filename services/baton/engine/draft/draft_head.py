@@ -10,6 +10,7 @@ import torch
 from baton.layers.attention import AttentionOptions
 from baton.layers.batch import Batch
 from baton.layers.moe import Mixture
+from baton.layers.parameters import Parameters
 
 
 class DraftHead(Protocol):
@@ -22,6 +23,8 @@ class DraftHead(Protocol):
     """Number of values that a token has in these hidden states."""
     mixtures: Sequence[Mixture]
     """Mixtures of the head's layers."""
+    parameters: Parameters
+    """Those that are the head's own, not the model's."""
 
     @property
     def dtype(self) -> torch.dtype: ...
