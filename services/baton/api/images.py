@@ -158,7 +158,7 @@ class Words:
 
 
 Pieces = Iterable[tuple[str, Saying]]
-"""Parts, each with its place in the body."""
+"""Parts, each with its path in the body."""
 
 
 def say(message: tokenizer_pb2.ChatMessage, pieces: Pieces) -> None:

@@ -11,7 +11,7 @@ from baton.attention.base import AttentionBackend, AttentionRows
 from baton.attention.paged import PagedAttention
 from baton.attention.state_runs import state_runs
 from baton.attention.torch_sdpa import TorchAttention
-from baton.kvcache.kv_groups import places
+from baton.kvcache.kv_groups import layer_indices
 from baton.kvcache.kv_pool import PagePool
 from baton.layers.attention import AttentionOptions
 from baton.layers.batch import StateRun
@@ -31,7 +31,7 @@ class ModelAttention:
         """`options`: of each layer; `chunks`: for rows of several tokens; `singles`: for rows of one."""
         self.options = options
         groups = pool.layout.groups
-        self.places = places(groups)
+        self.indices = layer_indices(groups)
         """KV group of each layer, and the layer's index in the group's pages."""
         self.pool = pool
         views = [
@@ -56,7 +56,7 @@ class PlannedAttention:
     def __init__(
         self, model: ModelAttention, parts: list[tuple[list[AttentionBackend], AttentionRows]]
     ) -> None:
-        self._options, self._places, self._parts = model.options, model.places, parts
+        self._options, self._indices, self._parts = model.options, model.indices, parts
         self._pool = model.pool
         self._runs: dict[int, list[StateRun]] = {}
         """By state group."""
@@ -64,32 +64,32 @@ class PlannedAttention:
     def write_and_attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         latent = self._options[layer].latent
         out = q.new_empty(*q.shape[:2], q.shape[2] if latent is None else latent.value_dim)
-        group, place = self._places[layer]
+        group, index = self._indices[layer]
         if len(self._parts) == 1:
             ((backends, rows),) = self._parts
-            backends[group].forward(place, q, k, v, out, rows)
+            backends[group].forward(index, q, k, v, out, rows)
             return out.flatten(1)
         for backends, rows in self._parts:
             at = slice(rows.first, rows.first + rows.tokens)
-            backends[group].forward(place, q[at], k[at], v[at], out[at], rows)
+            backends[group].forward(index, q[at], k[at], v[at], out[at], rows)
         return out.flatten(1)
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        group, place = self._places[layer]
+        group, index = self._indices[layer]
         for backends, rows in self._parts:
             backend = backends[group]
             assert isinstance(backend, PagedAttention | TorchAttention)
             if len(self._parts) == 1:
-                backend.attend(place, q, out, rows)
+                backend.attend(index, q, out, rows)
             else:
                 at = slice(rows.first, rows.first + rows.tokens)
-                backend.attend(place, q[at], out[at], rows)
+                backend.attend(index, q[at], out[at], rows)
 
     def states(self, layer: int) -> tuple[Sequence[StateRun], Sequence[torch.Tensor]]:
-        group, place = self._places[layer]
+        group, index = self._indices[layer]
         pool = self._pool
         if group not in self._runs:
             size = pool.layout.page_size
             parts = (rows for _, rows in self._parts)
             self._runs[group] = [run for rows in parts for run in state_runs(rows, group, size, pool.device)]
-        return self._runs[group], pool.state(group, place)
+        return self._runs[group], pool.state(group, index)

@@ -172,7 +172,7 @@ class TorchAttention:
         )
 
     def _vectors_at(self, locations: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Entries of `KvPool.vectors` of the own heads at pairs of page and offset: [2, layers, places * kv
+        """Entries of `KvPool.vectors` of the own heads at pairs of page and offset: [2, layers, pairs * kv
         heads]"""
         size, layers = self._layout.page_size, self._layout.num_layers
         stride = self._layout.num_kv_heads * layers * 2 * size

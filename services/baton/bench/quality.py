@@ -25,7 +25,7 @@ class Scores:
     logprobs: list[float]
     """Natural logarithm of each token's probability."""
     greedy: list[int]
-    """The likeliest token in its place."""
+    """The likeliest token at its position."""
 
     @property
     def perplexity(self) -> float:
@@ -43,7 +43,7 @@ class Scores:
         return ratio - 1, ratio * error
 
     def kept(self, reference: Scores) -> float:
-        """The share of places with the same likeliest token."""
+        """The share of positions with the same likeliest token."""
         same = sum(a == b for a, b in zip(self.greedy, reference.greedy, strict=True))
         return same / len(self.greedy)
 

@@ -105,7 +105,7 @@ def quality(**values: Any) -> None:
     The model is loaded twice: with all weights dequantized (--quantization none) and the KV pool in the
     model's dtype, and as the options say.
     Runs in this process. Behind ± is the standard error of the change; more --windows make it smaller. The
-    share is that of the places in the text in which both find the same token likeliest.
+    share is that of the positions in the text at which both find the same token likeliest.
 
     \b
     Examples:

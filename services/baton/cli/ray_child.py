@@ -27,7 +27,7 @@ class RayChild(Child):
     """A `baton serve` process that an actor of Ray's starts and watches (ray_actor.py). Its log comes here.
 
     An actor whose process has ended starts another one. If the actor itself is lost, so is its process, and
-    the next start makes another actor in the worker's place: on another host if Ray has moved it."""
+    the next start makes another actor for the worker: on another host if Ray has moved it."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RayChild(Child):
         port: int = 0,
         http_port: int | None = None,
     ) -> None:
-        """place: None: this host. host: empty: the address and ports that its actor chooses. changed: called
+        """group: None: this host. host: empty: the address and ports that its actor chooses. changed: called
         after each change of its state."""
         super().__init__(name, role, folder=folder, host=host, port=port, http_port=http_port)
         self.secret = ""

@@ -1,4 +1,4 @@
-"""A Ray cluster: connecting to it, what is free there, and reserved places for workers."""
+"""A Ray cluster: connecting to it, what is free there, and reserved resources for workers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RayCluster:
         return {"CPU": ranks * float(settings.get("threads") or 1)}
 
     async def place(self, bundles: Mapping[str, Bundle]) -> dict[str, PlacementGroup]:
-        """Worker -> its reserved place, which Ray moves when its host dies: one bundle each, so that all
+        """Worker -> its placement group, which Ray moves when its host dies: one bundle each, so that all
         ranks are on one host; Ray prefers the host with the most room, and so spreads workers. Raises
         BatonError that says what is needed and what is free; then nothing is reserved."""
         needed = {kind: sum(each.get(kind, 0) for each in bundles.values()) for kind in ("CPU", "GPU")}
@@ -102,31 +102,31 @@ class RayCluster:
                 f"the Ray cluster {self.address} has {resources_text(free)} free: add hosts, or lower --tp, "
                 "--prefill or --decode"
             )
-        places = {
+        groups = {
             name: placement_group([dict(each)], strategy="STRICT_PACK") for name, each in bundles.items()
         }
-        placed = await asyncio.gather(*(asyncio.to_thread(g.wait, PLACE_SECONDS) for g in places.values()))
-        unplaced = [name for name, fits in zip(places, placed, strict=True) if not fits]
+        placed = await asyncio.gather(*(asyncio.to_thread(g.wait, PLACE_SECONDS) for g in groups.values()))
+        unplaced = [name for name, fits in zip(groups, placed, strict=True) if not fits]
         if unplaced:
-            release(list(places.values()))
+            release(list(groups.values()))
             raise failed_precondition(
                 f"no host of the Ray cluster {self.address} has {resources_text(bundles[unplaced[0]])} free "
                 f"for {', '.join(unplaced)}: a worker's ranks share a host; lower --tp, or add larger hosts"
             )
-        return places
+        return groups
 
     def create(
-        self, actor: type, name: str, start: int, place: PlacementGroup | None, *arguments: Any
+        self, actor: type, name: str, start: int, group: PlacementGroup | None, *arguments: Any
     ) -> Any:
-        """A handle to a new actor. start: 1: the first of that name; Ray gives no name twice. place: None: on
+        """A handle to a new actor. start: 1: the first of that name; Ray gives no name twice. group: None: on
         this host, with nothing reserved."""
         settings: dict[str, Any] = {"num_cpus": 0}
-        if place is None:
+        if group is None:
             settings["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
         else:
-            bundle = place.bundle_specs[0]
+            bundle = group.bundle_specs[0]
             settings |= {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
-            settings["scheduling_strategy"] = PlacementGroupSchedulingStrategy(place, 0)
+            settings["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0)
         remote: Any = ray.remote(actor)
         settings |= {
             "name": name if start == 1 else f"{name}.{start}",
@@ -136,13 +136,13 @@ class RayCluster:
         return remote.options(**settings).remote(name, *arguments)
 
     def close(self) -> None:
-        """Ends all actors and gives back all places."""
+        """Ends all actors and gives back all placement groups."""
         ray.shutdown()
 
 
-def release(places: Sequence[PlacementGroup | None]) -> None:
+def release(groups: Sequence[PlacementGroup | None]) -> None:
     """Gives back what was reserved. Idempotent."""
-    for place in places:
-        if place is not None:
+    for group in groups:
+        if group is not None:
             with contextlib.suppress(RayError):
-                remove_placement_group(place)
+                remove_placement_group(group)

@@ -86,12 +86,12 @@ class RayDeployment(Deployment):
         return self._cluster.bundle(role, self.plan.settings.get(role, {}))
 
     async def _prepare(self, children: Sequence[Child]) -> None:
-        """Reserves workers' places, and gives all the secret. Raises BatonError."""
+        """Reserves workers' resources, and gives all the secret. Raises BatonError."""
         bundles = {each.name: self._bundle(each.role) for each in children if each.role in WORKERS}
-        places = await self._cluster.place(bundles)
+        groups = await self._cluster.place(bundles)
         for each in children:
             assert isinstance(each, RayChild)
-            each.group = places.get(each.name)
+            each.group = groups.get(each.name)
             each.secret = self._secret.text if self._secret is not None else ""
 
     def _make_secret(self) -> LocalSecret:

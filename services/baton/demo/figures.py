@@ -53,7 +53,7 @@ class Drawing:
 
 
 def draw(rng: random.Random, colour: str = "", shape: str = "") -> Drawing:
-    """One figure of any size, place and turn on a light ground. colour, shape: any, if empty."""
+    """One figure of any size, position and turn on a light ground. colour, shape: any, if empty."""
     colour, shape = colour or rng.choice(list(COLOURS)), shape or rng.choice(SHAPES)
     width, height = rng.randrange(SMALLEST, LARGEST), rng.randrange(SMALLEST, LARGEST)
     ground = tuple(rng.randrange(205, 256) for _ in range(3))

@@ -25,7 +25,7 @@ class HostBatch:
     """
 
     order: list[int]
-    """Each row's place in the plan."""
+    """Each row's index in the plan."""
     rows: list[PlanRow]
     single: int
     """Rows of one token."""
@@ -153,7 +153,7 @@ def _within(depths: Sequence[int]) -> Ints:
 
 
 def longest_first(starts: Ints) -> tuple[Ints, list[int]] | None:
-    """The order in which a GPU should begin rows of one token, and each row's place in it; None: the one they
+    """The order in which a GPU should begin rows of one token, and each row's index in it; None: the one they
     have. Attention begins rows in their order, and a long one that begins last makes all others wait."""
     if (starts[1:] <= starts[:-1]).all():
         return None

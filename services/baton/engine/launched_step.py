@@ -84,15 +84,15 @@ class LaunchedStep:
     row_order: list[int] | None = None
     """For a decode step whose rows were computed in another order: each row's index in it."""
     prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Prompt log-probabilities, by the row's place in the plan."""
+    """Prompt log-probabilities, by the row's index in the plan."""
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
-    """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
+    """float32 [hidden], of the rows with PlanRow.pooling, by their index in the plan."""
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
-    """RowResult.hidden of every row, by its place in the plan; of drafts as if all were right."""
+    """RowResult.hidden of every row, by its index in the plan; of drafts as if all were right."""
     tapped: torch.Tensor | None = None
     """[tokens, values]: the hidden states of all rows, of which `hidden` are parts."""
     tapped_at: dict[int, int] = field(default_factory=dict)
-    """Where those of each row begin, by its place in the plan."""
+    """Where those of each row begin, by its index in the plan."""
     encode_seconds: float = 0.0
     """StepResult.encode_seconds."""
     masks: Masks | None = None

@@ -88,12 +88,12 @@ class ModelRunner:
             pool, model.heads, model.attention_options, prefill_attention, decode_attention
         )
         tables = self._slots.tables.unbind(1)
-        places = sorted(self._attention.places.items()) if kernels else []
+        indices = sorted(self._attention.indices.items()) if kernels else []
         self._caches = [
             LayerCache(tables[group], pool.layer_pages(layer))
             if group < len(pool.groups)
-            else StateCache(tables[group], pool.state(group, place), layout.page_size)
-            for layer, (group, place) in places
+            else StateCache(tables[group], pool.state(group, index), layout.page_size)
+            for layer, (group, index) in indices
         ]
         self._body, self._invariant = Body(model, kernels, context, batch_invariant), batch_invariant
         if batch_invariant and draft_tokens and pool.states:

@@ -5,10 +5,10 @@ devices. A step is a ragged batch: decode rows (one token) and prompt chunks (ma
 of `rows`. Plans are never changed. Per-row classes are nevertheless not frozen: a frozen dataclass takes
 almost a microsecond more to make, several times for each of hundreds of rows.
 
-Batch slots. A *slot* (0 <= slot < max_slots) is a place in the runner's persistent device buffers: the last
-token sampled for it, and the state that sampling needs (penalty counts). `SlotInit` prepares a slot; until
-then its contents are undefined. A row whose `tokens` is None reads its one input token from its slot, so that
-step N+1 can be launched before step N's tokens have been read.
+Batch slots. A *slot* (0 <= slot < max_slots) is an index into the runner's persistent device buffers: the
+last token sampled for it, and the state that sampling needs (penalty counts). `SlotInit` prepares a slot;
+until then its contents are undefined. A row whose `tokens` is None reads its one input token from its slot,
+so that step N+1 can be launched before step N's tokens have been read.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Sampler:
         states = self._states
         masks = self.grammars.wait(pending) if pending is not None else None
         if (states.temperature[slots] > 0).all():
-            # Much faster than with the maxima's places, which nobody needs here.
+            # Much faster than with the maxima's indices, which nobody needs here.
             peaks, tokens = logits.amax(-1), torch.empty(len(slots), dtype=torch.int64, device=self._device)
         else:
             peaks, tokens = logits.max(-1)
@@ -311,7 +311,7 @@ def row_results(
 ) -> tuple[RowResult, ...]:
     """`tokens`, `finite` (whether the logits were numbers) and the keys of `logprobs`, `errors` (of grammars)
     and `kept` (what follows a token) count the rows' sampled slots, in order; `prompts` holds prompt
-    log-probabilities by the row's place."""
+    log-probabilities by the row's index."""
     if (
         not logprobs
         and not kept

@@ -44,7 +44,7 @@ class Inputs:
     result: torch.Tensor
     """int32 [rows, 2]: the token, and the bits of the largest logit."""
     masked: torch.Tensor
-    """int32: each row's place in `words`, or -1. Of steps with masks."""
+    """int32: each row's index in `words`, or -1. Of steps with masks."""
     words: torch.Tensor
     """int32 [masks, words]: see engine.grammar_masks."""
 
@@ -172,7 +172,7 @@ class DecodeGraphs:
 
     def _host(self, rows: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
         """A host buffer for the static inputs, int32 [7, rows]: keys (two lanes), slots, positions,
-        temperatures, places of masks, shifts; the caller fills `rows` of it."""
+        temperatures, indices of masks, shifts; the caller fills `rows` of it."""
         host = torch.zeros(7, self._rows, dtype=torch.int32, pin_memory=True)
         lanes = host.numpy()
         lanes[2, rows:] = self._padding_slot

@@ -336,7 +336,7 @@ def pool_states(pooling: Pooling, states: torch.Tensor) -> torch.Tensor:
 
 
 def _add_pooled(rows: Sequence[RowResult], pooled: Mapping[int, torch.Tensor]) -> None:
-    """Adds what was pooled, float32 [hidden] by the rows' places, to their results."""
+    """Adds what was pooled, float32 [hidden] by the rows' indices, to their results."""
     for i, state in pooled.items():
         vector = rows[i].pooled = state.numpy()
         if not np.isfinite(vector).all():

@@ -184,7 +184,7 @@ class Gateway(GatewayShell):
     def missing(self) -> list[str]:
         """Why no request can be served now; empty: requests are served."""
         missing = self.nodes.missing()
-        return [*missing, *self.nodes.places] if missing else []
+        return [*missing, *self.nodes.searches] if missing else []
 
     def problems(self) -> list[node_pb2.Problem]:
         """Current problems. A lost decode node stops nothing while another one is left."""

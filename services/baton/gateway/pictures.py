@@ -75,8 +75,8 @@ class PictureStore:
     async def hold(
         self, name: PictureName, data: bytes | None, settings: PictureSettings, field_path: str
     ) -> Picture:
-        """A picture that stays until it is released. data: the file; None: it must be kept already. place: of
-        the image, for errors. Raises BatonError."""
+        """A picture that stays until it is released. data: the file; None: it must be kept already.
+        field_path: of the image, for errors. Raises BatonError."""
         try:
             picture = self._known(name, settings)
             outcome = "kept"

@@ -92,7 +92,7 @@ class GatewayRequest:
             config.max_unread_tokens, config.slow_reader_seconds, gateway.after, self._pause, self.fail
         )
         self._timer: Cancellable | None = None
-        self._place_timer: Cancellable | None = None
+        self._retry_timer: Cancellable | None = None
         self._preparing: Cancellable | None = None
         """None also once the prompt is encoded or refused."""
 
@@ -209,7 +209,7 @@ class GatewayRequest:
                 candidates = nodes.candidates(self.number, self._fingerprint)
                 decode = self.attempts.choose(candidates, self._gateway.clock(), routing.pick_decode)
                 if isinstance(decode, Wait):
-                    self._place_timer = self._gateway.after(decode.seconds, self._choose_decode)
+                    self._retry_timer = self._gateway.after(decode.seconds, self._choose_decode)
                     return
                 prefill = routing.order_prefill(nodes.prefill)
                 limit = routing.decide(self._gateway.split, decode, prefill, self._hand_off)
@@ -360,10 +360,10 @@ class GatewayRequest:
     def _release(self, outcome: str, error: BatonError | None) -> None:
         """Releases everything at every node, and all references that lead back here, so that the request
         and its prompt are freed with the last reference. Called once, with the terminal event."""
-        for each in (self._timer, self._place_timer, self._preparing):
+        for each in (self._timer, self._retry_timer, self._preparing):
             if each is not None:
                 each.cancel()
-        self._timer = self._place_timer = self._preparing = None
+        self._timer = self._retry_timer = self._preparing = None
         self._reader.end()
         self._pictures.release()
         self._start = None

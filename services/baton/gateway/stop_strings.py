@@ -8,9 +8,9 @@ from collections.abc import Sequence
 class StopMatcher:
     """Finds the first stop string in a text that comes in pieces, whatever the borders of the pieces.
 
-    The first match is the one that ends first; of those that end at the same place, the longest. That makes
-    the outcome independent of how the text was cut into pieces. Text is held back only if it may become a
-    stop string: the longest end of the text that a stop string starts with.
+    The first match is the one that ends first; of those that end at the same position, the longest. That
+    makes the outcome independent of how the text was cut into pieces. Text is held back only if it may become
+    a stop string: the longest end of the text that a stop string starts with.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:

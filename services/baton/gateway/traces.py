@@ -239,12 +239,12 @@ def to_message(found: Timeline) -> trace_pb2.Trace:
     )
     if found.ttft is not None:
         trace.ttft_us = _us(found.ttft)
-    for placed in found.events:
+    for timed in found.events:
         trace.events.add(
-            at_us=int(1e6 * placed.at),
-            role=placed.process.role,
-            address=placed.process.address,
-            event=event_to(placed.event),
+            at_us=int(1e6 * timed.at),
+            role=timed.process.role,
+            address=timed.process.address,
+            event=event_to(timed.event),
         )
     return trace
 

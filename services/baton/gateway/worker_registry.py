@@ -72,9 +72,9 @@ class WorkerRegistry:
         await asyncio.gather(*(node.close() for node in self.decode.values()), self.tokenizer.close())
 
     @property
-    def places(self) -> list[str]:
+    def searches(self) -> list[str]:
         """Sources of nodes, each once; for messages."""
-        return list(dict.fromkeys(place for finder in self._finders for place in finder.searches))
+        return list(dict.fromkeys(search for finder in self._finders for search in finder.searches))
 
     def _changed(self, role: str, change: MembershipChange) -> None:
         for address in change.left:

@@ -1,5 +1,5 @@
 """What can be foreseen of a schema that the library finds only in the middle of an answer: references that
-never end, and places where too much may follow."""
+never end, and positions where too much may follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SchemaValue = Any
 
 
 MAX_ITEMS = 2000
-"""Items of the library's parser at one place; counted as it has been seen to count."""
+"""Items of the library's parser at one position; counted as it has been seen to count."""
 _PER_ARRAY = 6
 IN_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 """Keywords whose values are schemas by name."""

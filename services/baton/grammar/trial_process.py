@@ -1,7 +1,7 @@
 """The processes in which `trials` has grammars tried. `python -P -m baton.grammar.trial_process FD...`
 
 The first one reads the vocabulary from its standard input, loads the library, and then only forks: a process
-for each connection, which answers what is asked there, and another one in its place when it has died. A
+for each connection, which answers what is asked there, and another one instead when it has died. A
 process that takes too long is ended by the kernel's alarm. All end when the other side has ended: until the
 vocabulary has come by the end of standard input, then by that of the connections.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MEMORY_BYTES = 2**30
 """That a grammar may take to compile, besides the stack."""
 RESTART_SECONDS = 0.1
-"""From the death of a process to the next one in its place."""
+"""From the death of a process to the start of the next one."""
 NUMBER_BYTES = 8
 
 
@@ -46,37 +46,37 @@ def serve(descriptors: list[int], load: Callable[[dict[str, Any]], Backend]) -> 
     backend = load(json.loads(vocabulary))
     connections = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     running = mmap.mmap(-1, NUMBER_BYTES * len(connections))  # shared: the number of what each one tries
-    places = {_fork(place, connections, running, backend): place for place in range(len(connections))}
-    while places:
+    children = {_fork(index, connections, running, backend): index for index in range(len(connections))}
+    while children:
         pid, status = os.wait()
-        place = places.pop(pid)
+        index = children.pop(pid)
         if code := os.waitstatus_to_exitcode(status):
-            _report(connections[place], _running(running, place), -code)
+            _report(connections[index], _running(running, index), -code)
             time.sleep(RESTART_SECONDS)
-            places[_fork(place, connections, running, backend)] = place
+            children[_fork(index, connections, running, backend)] = index
 
 
-def _fork(place: int, connections: list[socket.socket], running: mmap.mmap, backend: Backend) -> int:
-    _mark(running, place, 0)
+def _fork(index: int, connections: list[socket.socket], running: mmap.mmap, backend: Backend) -> int:
+    _mark(running, index, 0)
     pid = os.fork()
     if not pid:
         code = 1
         try:
-            for other in connections[:place] + connections[place + 1 :]:
+            for other in connections[:index] + connections[index + 1 :]:
                 other.close()
-            _answer_all(connections[place], lambda number: _mark(running, place, number), backend)
+            _answer_all(connections[index], lambda number: _mark(running, index, number), backend)
             code = 0
         finally:
             os._exit(code)
     return pid
 
 
-def _mark(running: mmap.mmap, place: int, number: int) -> None:
-    running[place * NUMBER_BYTES : (place + 1) * NUMBER_BYTES] = number.to_bytes(NUMBER_BYTES)
+def _mark(running: mmap.mmap, index: int, number: int) -> None:
+    running[index * NUMBER_BYTES : (index + 1) * NUMBER_BYTES] = number.to_bytes(NUMBER_BYTES)
 
 
-def _running(running: mmap.mmap, place: int) -> int:
-    return int.from_bytes(running[place * NUMBER_BYTES : (place + 1) * NUMBER_BYTES])
+def _running(running: mmap.mmap, index: int) -> int:
+    return int.from_bytes(running[index * NUMBER_BYTES : (index + 1) * NUMBER_BYTES])
 
 
 def _report(connection: socket.socket, number: int, died_by: int) -> None:

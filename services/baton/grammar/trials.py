@@ -30,7 +30,7 @@ TRIAL_SECONDS = 8.0
 LOAD_SECONDS = 60.0
 """The longest that the processes may take to load the library and the vocabulary."""
 ANSWER_SECONDS = TRIAL_SECONDS + 5.0
-"""The longest that an answer may take: a trial, after the start of a process in place of a dead one."""
+"""The longest that an answer may take: a trial, after the start of a process instead of a dead one."""
 RESTART_SECONDS = 10.0
 """Between two starts of all processes, at least."""
 CAPACITY = 4096

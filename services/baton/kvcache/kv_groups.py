@@ -22,17 +22,16 @@ NO_PAGE = -1
 class KvGroup:
     spec: CacheSpec
     layers: tuple[int, ...] = ()
-    """Layers of the model, in the order of their places in a page."""
+    """Layers of the model, in their order in a page."""
 
 
 FULL = KvGroup(Full())
 """A group without windows."""
 
 
-def places(groups: Sequence[KvGroup]) -> dict[int, tuple[int, int]]:
+def layer_indices(groups: Sequence[KvGroup]) -> dict[int, tuple[int, int]]:
     """For each layer: the index of its group, and its index in the group's pages."""
-    pairs = [(index, group) for index, group in enumerate(groups)]
-    return {layer: (index, place) for index, group in pairs for place, layer in enumerate(group.layers)}
+    return {layer: (at, index) for at, group in enumerate(groups) for index, layer in enumerate(group.layers)}
 
 
 def peak(groups: Sequence[KvGroup], tokens: int, page_size: int, ahead: int) -> int:
@@ -59,8 +58,8 @@ def divide_layers(
     states. And the numbers, of `itemsize` bytes, that a page of `page_size` tokens holds of each of them: a
     multiple of `CacheSpec.values` of all groups but those of states.
 
-    A page holds as many for which the places that stay empty and the page tables are fewest together:
-    gpt-oss (18 + 18 layers) has two groups of 18, Gemma 3 with 5 + 29 layers seven of 5, one place of them
+    A page holds as many for which the slots that stay empty and the page tables are fewest together:
+    gpt-oss (18 + 18 layers) has two groups of 18, Gemma 3 with 5 + 29 layers seven of 5, one slot of them
     empty. Where layers keep different numbers of values, a page has room for more of the smaller ones.
     """
     counts = Counter(specs)
@@ -78,12 +77,12 @@ def divide_layers(
     first = -(-max(room.values()) // common)
     size = min(range(first * common, most * common + 1, common), key=cost)
     groups: list[KvGroup] = []
-    for spec in sorted(counts, key=_place):
+    for spec in sorted(counts, key=_order):
         layers = [layer for layer, layer_spec in enumerate(specs) if layer_spec == spec]
         fit = size // room[spec]
         groups += [KvGroup(spec, tuple(layers[start : start + fit])) for start in range(0, len(layers), fit)]
     return tuple(groups), size
 
 
-def _place(spec: CacheSpec) -> tuple[bool, bool, int]:
+def _order(spec: CacheSpec) -> tuple[bool, bool, int]:
     return isinstance(spec, State), spec.window is not None, spec.window or 0

@@ -255,9 +255,9 @@ class PagePool:
         self.states = [StatePool(each, first.raw) for each in layout.states]
         self.num_pages, self.device, self.heads, self.raw = num_pages, first.device, first.heads, first.raw
 
-    def state(self, group: int, place: int) -> list[torch.Tensor]:
-        """Tensors of the layer at `place` of a group of states, float32 [pages, *shape]."""
-        return self.states[group - len(self.groups)].layers[place]
+    def state(self, group: int, index: int) -> list[torch.Tensor]:
+        """Tensors of the layer at `index` of a group of states, float32 [pages, *shape]."""
+        return self.states[group - len(self.groups)].layers[index]
 
     def layer_pages(self, layer: int) -> torch.Tensor:
         """A layer's part of all pages: [page, kv head, part, token, dim]."""

@@ -269,7 +269,7 @@ class PrefixTree:
 
     def observe(self, observer: TreeObserver | None, before: TreeObserver | None = None) -> None:
         """`observer` is called for all rows present, parents first, and then for each change; None: nobody.
-        `before`, whose place it takes, is called no more."""
+        It replaces `before`, which is called no more."""
         if before is not None:
             self._observers.remove(before)
         if observer is not None:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 CHILDREN = 16
 """Continuations that are looked at, where several follow; the newest."""
 SEARCH_TOKENS = 64
-"""After the place in the tree was lost, so many tokens must come before it is searched for again."""
+"""After the position in the tree was lost, so many tokens must come before it is searched for again."""
 
 
 class TreeWalk:
-    """The place of one sequence in the tree. Changes and holds nothing there: what it stands on may be
+    """The position of one sequence in the tree. Changes and holds nothing there: what it stands on may be
     evicted, split or withdrawn, and is then looked for anew. It sees its own namespace only. Each call looks
-    at a few pages, but for the first, and the first after the place was lost, which compare the whole
+    at a few pages, but for the first, and the first after the position was lost, which compare the whole
     sequence."""
 
     def __init__(self, tree: PrefixTree, namespace: str) -> None:
@@ -57,7 +57,7 @@ class TreeWalk:
         return found
 
     def _stand(self, tokens: Sequence[int]) -> bool:
-        """Whether there is a place where it was left, or a new one."""
+        """Whether it is where it was left, or stands anew."""
         size, node = self._tree.page_size, self._node
         while node is not None and self._at < node.first * size:  # the node was split
             node = node.parent

@@ -21,7 +21,7 @@ class WindowPages:
 
     def __init__(self, groups: Sequence[KvGroup], page_size: int, policy: Policy) -> None:
         self.groups = [(index, group) for index, group in enumerate(groups) if group.spec.rows_may_lack]
-        """Window groups, with their places in a row."""
+        """Window groups, with their indices in a row."""
         self._page_size = page_size
         self.references: dict[int, int] = {}
         self._home: dict[int, TreeNode] = {}

@@ -55,7 +55,7 @@ class StateRows:
     into rows; all rows are then in pieces, those of one token, too."""
 
 
-class StatePlaces(NamedTuple):
+class StateLocations(NamedTuple):
     """Where the states of a step's tokens are: that behind position p of a slot in page tables[slot, p //
     page_size]."""
 
@@ -200,8 +200,8 @@ class Batch:
         assert self.slots is not None and self.nan_flags is not None and isinstance(cache, LayerCache)
         return self.positions, self.slots, self.nan_flags, cache
 
-    def state(self, layer: int) -> tuple[Sequence[torch.Tensor], StatePlaces]:
+    def state(self, layer: int) -> tuple[Sequence[torch.Tensor], StateLocations]:
         """For a recurrent layer's own kernels: the tensors of its states, and where they are."""
         cache = self.caches[layer]
         assert self.slots is not None and isinstance(cache, StateCache)
-        return cache.tensors, StatePlaces(cache.tables, self.slots, self.positions, cache.page_size)
+        return cache.tensors, StateLocations(cache.tables, self.slots, self.positions, cache.page_size)

@@ -135,18 +135,18 @@ class GatedDeltaNet(RecurrentModule):
     def by_kernels(self, projected: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
         from baton.layers.kernels.gated_delta_net import delta_rule
 
-        (states, windows), places = batch.state(self.index)
+        (states, windows), locations = batch.state(self.index)
         shape = self.shape
         mixed, z, gates = torch.split(projected, [shape.mixed, shape.values, 2 * shape.value_heads], -1)
         return delta_rule(
-            self.convolution.by_kernels(mixed, windows, places, rows, silu=True),
+            self.convolution.by_kernels(mixed, windows, locations, rows, silu=True),
             z,
             gates,
             self.decay,
             self.decay_bias,
             self.norm,
             states,
-            places,
+            locations,
             rows,
             shape.key_heads,
             self.eps,

@@ -85,10 +85,10 @@ class Mamba2(RecurrentModule):
         from baton.layers.kernels.mamba2 import scan
 
         shape = self.shape
-        (states, windows), places = batch.state(self.index)
+        (states, windows), locations = batch.state(self.index)
         gate, mixed, step = torch.split(projected, [shape.inner, shape.mixed, shape.heads], -1)
         out = scan(
-            self.convolution.by_kernels(mixed, windows, places, rows, silu=True),
+            self.convolution.by_kernels(mixed, windows, locations, rows, silu=True),
             gate,
             step,
             self.decay,
@@ -97,7 +97,7 @@ class Mamba2(RecurrentModule):
             self.step_limits,
             shape.groups,
             states,
-            places,
+            locations,
             rows,
         )
         return self._normed(out, projected.dtype)

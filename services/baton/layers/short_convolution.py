@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.layers.batch import Batch, StatePlaces, StateRows
+from baton.layers.batch import Batch, StateLocations, StateRows
 from baton.layers.cache_spec import State
 from baton.layers.parameters import Parameters
 from baton.layers.recurrent import RecurrentModule
@@ -57,7 +57,7 @@ class ShortConvolution:
         self,
         x: torch.Tensor,
         windows: torch.Tensor,
-        places: StatePlaces,
+        locations: StateLocations,
         rows: StateRows,
         *,
         silu: bool = False,
@@ -66,7 +66,7 @@ class ShortConvolution:
         """See `kernels.short_convolution.convolve`."""
         from baton.layers.kernels.short_convolution import convolve
 
-        return convolve(x, self.weight, self.bias, windows, places, rows, silu=silu, gated=gated)
+        return convolve(x, self.weight, self.bias, windows, locations, rows, silu=silu, gated=gated)
 
 
 class GatedConvolution(RecurrentModule):
@@ -82,8 +82,8 @@ class GatedConvolution(RecurrentModule):
         self.output = parameters.linear({"out_proj": hidden}, hidden, bias)
 
     def by_kernels(self, projected: torch.Tensor, batch: Batch, rows: StateRows) -> torch.Tensor:
-        (windows,), places = batch.state(self.index)
-        return self.convolution.by_kernels(projected, windows, places, rows, gated=True)
+        (windows,), locations = batch.state(self.index)
+        return self.convolution.by_kernels(projected, windows, locations, rows, gated=True)
 
     def advance(
         self, projected: torch.Tensor, states: Sequence[torch.Tensor]

@@ -339,7 +339,7 @@ def fill_at_random(
     parameters: Parameters, report: LoadingProgress, seeds: Mapping[str, int] | None = None
 ) -> None:
     """Normal with deviation 1 / sqrt(inputs), so that activations neither vanish nor explode. `seeds`: of a
-    part of a model, the place of each tensor in the whole."""
+    part of a model, the index of each tensor in the whole."""
     progress = _CopyProgress(parameters.nbytes, report)
     filling = Filling()
     for number, (name, parameter) in enumerate(parameters.table.items()):

@@ -64,10 +64,10 @@ class Qwen3VLVisionTower:
         counts = [image.shape[0] * image.shape[1] // self.patch**2 for image in images]
         grids = [(image.shape[0] // self.patch, image.shape[1] // self.patch) for image in images]
         patches = torch.cat([self._patches(image.to(self.device)) for image in images])
-        places = [self._places(*grid) for grid in grids]
+        coordinates = [self._coordinates(*grid) for grid in grids]
         hidden = F.linear(patches.to(self.dtype), self._projection, self._projection_bias)
-        hidden = hidden + torch.cat([self._learned(*each) for each in zip(grids, places, strict=True)])
-        rotation = self._rotation(torch.cat(places))
+        hidden = hidden + torch.cat([self._learned(*each) for each in zip(grids, coordinates, strict=True)])
+        rotation = self._rotation(torch.cat(coordinates))
         features = []
         for index, block in enumerate(self._blocks):
             hidden = block(hidden, rotation, counts)
@@ -78,7 +78,7 @@ class Qwen3VLVisionTower:
 
     def _patches(self, image: torch.Tensor) -> torch.Tensor:
         """uint8 [height, width, 3] -> float32 [patches, 3 * frames * patch * patch], in the order of
-        `_places`: a still image is the same in all frames."""
+        `_coordinates`: a still image is the same in all frames."""
         rows, columns = (size // self.patch // self.merge for size in image.shape[:2])
         values = (image.float() / 255 - 0.5) / 0.5
         values = values.view(rows, self.merge, self.patch, columns, self.merge, self.patch, 3)
@@ -86,33 +86,33 @@ class Qwen3VLVisionTower:
         values = values.unsqueeze(5).expand(*values.shape[:5], self._frames, *values.shape[5:])
         return values.reshape(rows * columns * self.merge**2, -1)
 
-    def _places(self, rows: int, columns: int) -> torch.Tensor:
+    def _coordinates(self, rows: int, columns: int) -> torch.Tensor:
         """Row and column of each patch, int64 [patches, 2]: those that make one token together."""
-        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+        coordinates = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
         m = self.merge
-        places = places.view(rows // m, m, columns // m, m, 2).transpose(1, 2)
-        return places.reshape(-1, 2).to(self.device)
+        coordinates = coordinates.view(rows // m, m, columns // m, m, 2).transpose(1, 2)
+        return coordinates.reshape(-1, 2).to(self.device)
 
-    def _learned(self, grid: tuple[int, int], places: torch.Tensor) -> torch.Tensor:
+    def _learned(self, grid: tuple[int, int], coordinates: torch.Tensor) -> torch.Tensor:
         """The learned positions, stretched to the image: between four of them linearly, [patches, hidden]."""
         last = torch.tensor(grid, device=self.device).sub_(1).clamp_(min=1)
-        exact = places.float() * (self._side - 1) / last
+        exact = coordinates.float() * (self._side - 1) / last
         low = exact.floor()
         share = (exact - low).unbind(1)
         low = low.long()
         high = (low + 1).clamp_(max=self._side - 1)
-        total = torch.zeros(len(places), self._hidden, device=self.device)
+        total = torch.zeros(len(coordinates), self._hidden, device=self.device)
         for y, of_y in ((low[:, 0], 1 - share[0]), (high[:, 0], share[0])):
             for x, of_x in ((low[:, 1], 1 - share[1]), (high[:, 1], share[1])):
                 total += self._positions[y * self._side + x].float() * (of_y * of_x)[:, None]
         return total.to(self.dtype)
 
-    def _rotation(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotation(self, coordinates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For `apply_rope`, [patches, 1, dim] each, in float32: the first half of a head's pairs is turned by
         rows, the other by columns."""
         half = self._hidden // self._heads // 2
         exponents = torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half
-        angles = (places[:, :, None].float() * (1.0 / self._theta**exponents)).flatten(1)
+        angles = (coordinates[:, :, None].float() * (1.0 / self._theta**exponents)).flatten(1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 

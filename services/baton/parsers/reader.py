@@ -202,7 +202,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def find(text: str, marks: Sequence[str], start: int) -> tuple[int, str] | None:
-    """The first of the marks in a text, and its index; of those at one place the longest."""
+    """The first of the marks in a text, and its index; of those at one position the longest."""
     found = [(index, -len(mark), mark) for mark in marks if (index := text.find(mark, start)) >= 0]
     if not found:
         return None

@@ -16,8 +16,8 @@ from math import inf
 from baton.tracing.recorder import Event, EventKind
 from baton.tracing.timeline_parts import (
     GATEWAY,
-    Placed,
     Recorded,
+    TimedEvent,
     Timeline,
     TimelinePhase,
     TimelineProcess,
@@ -45,10 +45,10 @@ def timeline(gateway_events: Sequence[Event], others: Iterable[Recorded], now: f
         _summarize(found, event)
     if not found.outcome:
         found.total = max(0.0, now - found.received)
-    found.events = _placed(gateway_events, others, found.received)
+    found.events = _timed(gateway_events, others, found.received)
     path = _Path(found)
-    for placed in found.events:
-        path.follow(placed)
+    for timed in found.events:
+        path.follow(timed)
     found.phases = path.finished()
     found.work = _work(found.events)
     return found
@@ -72,22 +72,22 @@ def _summarize(found: Timeline, event: Event) -> None:
 # --- clocks -------------------------------------------------------------------------------------------
 
 
-def _placed(gateway_events: Sequence[Event], others: Iterable[Recorded], received: float) -> list[Placed]:
+def _timed(gateway_events: Sequence[Event], others: Iterable[Recorded], received: float) -> list[TimedEvent]:
     """All events on the gateway's clock, in order."""
-    found = [Placed(event.at - received, GATEWAY, event) for event in gateway_events]
+    found = [TimedEvent(event.at - received, GATEWAY, event) for event in gateway_events]
     for each in sorted(others, key=lambda recorded: DEPTHS.get(recorded.process.role, 3)):
         offset = _corrected(each, found, received)
-        found += [Placed(event.at + offset - received, each.process, event) for event in each.events]
+        found += [TimedEvent(event.at + offset - received, each.process, event) for event in each.events]
     return sorted(found, key=_order)
 
 
-def _order(placed: Placed) -> tuple[float, int]:
+def _order(timed: TimedEvent) -> tuple[float, int]:
     """Sort key: of events at one moment, those come first that the others follow from."""
-    depth = DEPTHS.get(placed.process.role, 3)
-    return placed.at, (10 - depth if placed.event.kind in _UPWARDS else depth)
+    depth = DEPTHS.get(timed.process.role, 3)
+    return timed.at, (10 - depth if timed.event.kind in _UPWARDS else depth)
 
 
-def _corrected(recorded: Recorded, known: Sequence[Placed], received: float) -> float:
+def _corrected(recorded: Recorded, known: Sequence[TimedEvent], received: float) -> float:
     """The measured offset, within the bounds that messages to and from processes on known clocks set."""
     least, most = -inf, inf
     for event in recorded.events:
@@ -107,28 +107,28 @@ def _corrected(recorded: Recorded, known: Sequence[Placed], received: float) -> 
 _ASKED = {"tokenizer": EventKind.TOKENIZING, "encode": EventKind.ENCODE_ASKED}
 
 
-def _asked(event: Event, process: TimelineProcess, known: Sequence[Placed]) -> float | None:
+def _asked(event: Event, process: TimelineProcess, known: Sequence[TimedEvent]) -> float | None:
     """When the process was sent the request, the message that this event is about."""
     kind = _ASKED.get(process.role, EventKind.SENT)
-    for placed in known:
-        sent = placed.event
+    for timed in known:
+        sent = timed.event
         if sent.kind is kind and sent.text == process.address and _same(sent, event):
-            return placed.at
+            return timed.at
     return None
 
 
-def _answered(event: Event, process: TimelineProcess, known: Sequence[Placed]) -> float | None:
+def _answered(event: Event, process: TimelineProcess, known: Sequence[TimedEvent]) -> float | None:
     """When the asking process had got what this event says."""
     asking = "decode" if process.role == "prefill" else "gateway"
     waiting = asking == "gateway"
-    for placed in known:
-        got = placed.event
-        if placed.process.role != asking or got.attempt != event.attempt:
+    for timed in known:
+        got = timed.event
+        if timed.process.role != asking or got.attempt != event.attempt:
             continue
         if asking == "decode" and got.kind in (EventKind.SENT, EventKind.RETRIED):
             waiting = got.kind is EventKind.SENT and got.decode_try == event.decode_try
         elif got.kind is event.kind and waiting:
-            return placed.at
+            return timed.at
     return None
 
 
@@ -159,21 +159,21 @@ class _Path:
             self._phases[-1].end = self._found.total
         return self._phases
 
-    def follow(self, placed: Placed) -> None:
-        event, role = placed.event, placed.process.role
+    def follow(self, timed: TimedEvent) -> None:
+        event, role = timed.event, timed.process.role
         if role == "gateway":
-            self._at_gateway(placed.at, event)
-        elif role == "decode" and placed.process == self._decode and event.attempt == self._attempt:
-            self._at_decode(placed.at, event)
-        elif role == "prefill" and self._computes(placed):
-            self._at_prefill(placed.at, event)
+            self._at_gateway(timed.at, event)
+        elif role == "decode" and timed.process == self._decode and event.attempt == self._attempt:
+            self._at_decode(timed.at, event)
+        elif role == "prefill" and self._computes(timed):
+            self._at_prefill(timed.at, event)
         elif role == "encode" and self._images and event.attempt == self._attempt:
-            self._at_encode(placed)
+            self._at_encode(timed)
 
-    def _computes(self, placed: Placed) -> bool:
+    def _computes(self, timed: TimedEvent) -> bool:
         """Whether the prefill node computes what the request waits for."""
-        name = placed.event.attempt, placed.event.decode_try
-        return not self._token and placed.process == self._prefill and name == (self._attempt, self._try)
+        name = timed.event.attempt, timed.event.decode_try
+        return not self._token and timed.process == self._prefill and name == (self._attempt, self._try)
 
     def _begin(self, at: float, name: str, process: TimelineProcess, detail: str = "") -> None:
         """The phase before ends."""
@@ -289,18 +289,18 @@ class _Path:
             self._begin(at, "queue", here)
         return event.kind in (EventKind.IMAGES_BEGUN, EventKind.IMAGES_ENDED, EventKind.ENCODE_ASKED)
 
-    def _at_encode(self, placed: Placed) -> None:
+    def _at_encode(self, timed: TimedEvent) -> None:
         """While any of the images is not encoded, that is what the request waits for."""
-        kind, image = placed.event.kind, (placed.process, placed.event.step)
+        kind, image = timed.event.kind, (timed.process, timed.event.step)
         if kind is EventKind.RECEIVED:
             self._encoding.add(image)
             if len(self._encoding) == 1:
-                self._begin(placed.at, "encode", placed.process)
+                self._begin(timed.at, "encode", timed.process)
         elif kind in _ENCODED and image in self._encoding:
             self._encoding.remove(image)
             if not self._encoding:
                 here = self._prefill if self._try >= 0 else self._decode
-                self._begin(placed.at, "pull images", here, f"{self._images} images")
+                self._begin(timed.at, "pull images", here, f"{self._images} images")
 
     def _chunk(self, at: float, event: Event, here: TimelineProcess) -> bool:
         """With overlap the next chunk is launched before the one before it has retired. Between chunks the
@@ -335,23 +335,23 @@ _BY_STEP = (EventKind.CHUNK_ENDED, EventKind.ENCODE_ENDED)
 """Ends of work of which one process may have several for a request at a time."""
 
 
-def _work(events: Iterable[Placed]) -> list[TimelinePhase]:
+def _work(events: Iterable[TimedEvent]) -> list[TimelinePhase]:
     """Pairs of begin and end in one process."""
     found: list[TimelinePhase] = []
     running: list[tuple[Event, TimelinePhase]] = []
-    for placed in events:
-        event, process = placed.event, placed.process
+    for timed in events:
+        event, process = timed.event, timed.process
         if process is GATEWAY:
             continue
         if event.kind in _WORK:
-            phase = TimelinePhase(_WORK[event.kind][0], process, placed.at, detail=_detail(event))
+            phase = TimelinePhase(_WORK[event.kind][0], process, timed.at, detail=_detail(event))
             found.append(phase)
             running.append((event, phase))
             continue
         for begun, phase in list(running):
             if phase.process == process and _ends(event, begun, process):
                 running.remove((begun, phase))
-                phase.end = placed.at
+                phase.end = timed.at
                 phase.detail = _detail(event) or phase.detail
     return found
 

@@ -40,8 +40,8 @@ class TimelinePhase:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """An event at its place. at: seconds since the request was received."""
+class TimedEvent:
+    """An event of a process. at: seconds since the request was received."""
 
     at: float
     process: TimelineProcess
@@ -64,7 +64,7 @@ class Timeline:
     output_tokens: int = 0
     phases: list[TimelinePhase] = field(default_factory=list)
     work: list[TimelinePhase] = field(default_factory=list)
-    events: list[Placed] = field(default_factory=list)
+    events: list[TimedEvent] = field(default_factory=list)
 
     @property
     def id(self) -> str:

@@ -48,12 +48,12 @@ def choose_copy_strategy(
     `busy`: decode steps run on this GPU meanwhile, and a kernel may take few of its multiprocessors only.
     `kernel`: sgl_kernel is there.
 
-    Measured on H200s. The copy engine: 337 GB/s between two GPUs, but each command
-    costs the thread that enqueues it 5 µs, which is what copies of less than 1.7 MB are bound by (64 KiB at
-    random places: 15 GB/s). One kernel for all pages takes 80 µs more to get going, for its indices; it pulls
-    118 GB/s at a quota of 8 and 364 GB/s at 32, where decode-like work beside it is 1.16 and 1.21 times
-    slower (copy engine: 1.09). `cudaMemcpyBatchAsync` would save a quarter of a command's cost; it is not
-    used because its parameters differ between CUDA 12 and 13.
+    Measured on H200s. The copy engine: 337 GB/s between two GPUs, but each command costs the thread that
+    enqueues it 5 µs, which is what copies of less than 1.7 MB are bound by (64 KiB at random addresses: 15
+    GB/s). One kernel for all pages takes 80 µs more to get going, for its indices; it pulls 118 GB/s at a
+    quota of 8 and 364 GB/s at 32, where decode-like work beside it is 1.16 and 1.21 times slower (copy
+    engine: 1.09). `cudaMemcpyBatchAsync` would save a quarter of a command's cost; it is not used because its
+    parameters differ between CUDA 12 and 13.
     """
     quota = BUSY_QUOTA if busy else IDLE_QUOTA
     if not kernel or item_bytes(page_bytes) == 0:
@@ -151,11 +151,11 @@ class _Engine:
         for source, target, count in runs_of(pairs):
             for route in self.routes:
                 begin = route.source + source * route.source_size
-                place = route.target + target * route.target_size
+                destination = route.target + target * route.target_size
                 if route.whole:
-                    self._copier.copy(place, begin, count * route.width)
+                    self._copier.copy(destination, begin, count * route.width)
                 else:
-                    pitches = place, route.target_size, begin, route.source_size
+                    pitches = destination, route.target_size, begin, route.source_size
                     self._copier.copy_rows(*pitches, route.width, count)
 
     def rehearse(self) -> None:

@@ -185,9 +185,9 @@ class HeadGraphs:
         up to the first wrong draft count. `tokens` of the rows mean nothing but their number, and `behind` is
         that of no right draft. `hidden` and `verified`: as in LaunchedStep."""
         self._fill(shape, rows)
-        count, places = len(rows), np.arange(shape.pairs)
+        count, indices = len(rows), np.arange(shape.pairs)
         at, sampled, first = np.array(unread, np.int64).T
-        pair_offsets = np.minimum(places, np.array([len(row.tokens) for row in rows])[:, None] - 1)
+        pair_offsets = np.minimum(indices, np.array([len(row.tokens) for row in rows])[:, None] - 1)
         there = [first, (sampled[:, None] + pair_offsets).ravel(), (at[:, None] + pair_offsets).ravel()]
         where = to_device(np.concatenate(there), self._device)
         first_at, token_at, hidden_at = torch.split(where, [len(each) for each in there])

@@ -196,7 +196,7 @@ class DraftLengths:
         self.times = StepTimes(apart=padding is not None)
         self._padding, self._computes = padding, computes
         self._kinds: dict[tuple[DraftKind, int], _Rate] = {}
-        """(kind, place in the row) -> the drafts there, if those before them were right."""
+        """(kind, index in the row) -> the drafts there, if those before them were right."""
         self._purse = 0.0
         """Seconds that may be spent on drafts that are not expected to pay."""
 

@@ -32,7 +32,7 @@ class DraftPlanner:
         self.lengths = DraftLengths(graph_tokens if config.draft_padding else None, drafter.computes)
         self.name = drafter.name
         self.drafted = [0] * config.draft_tokens
-        """Drafts that have been verified, by their place in the row."""
+        """Drafts that have been verified, by their index in the row."""
         self.accepted = [0] * config.draft_tokens
         """Those of them that were right."""
         self.drafter, self._config, self._page_size, self._extend = drafter, config, cache.page_size, extend

@@ -132,13 +132,13 @@ def _exchange(
         for rank in tl.static_range(RANK + 1, RANK + RANKS):
             if SUM or rank % RANKS == 0:
                 # Relative to `region`, of which the compiler knows that it is aligned.
-                place = HEADER + ((side + RANK) * PROGRAMS + program) * REGION
-                place = tl.multiple_of((tl.load(buffers + rank % RANKS) - own_buffer + place) // ITEM, 64)
+                offset = HEADER + ((side + RANK) * PROGRAMS + program) * REGION
+                offset = tl.multiple_of((tl.load(buffers + rank % RANKS) - own_buffer + offset) // ITEM, 64)
                 for at in range(start, end, BLOCK):
                     offsets = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
                     inside = (offsets < end) & (limit > 0)
                     value = tl.load(x + offsets, mask=inside)
-                    tl.store(region + place + (offsets - start), value, mask=inside)
+                    tl.store(region + offset + (offsets - start), value, mask=inside)
         limit = _step(buffers, round, failed, told, limit, RANK, RANKS, PROGRAMS, THREADS)
         for at in range(start, end, BLOCK):
             offsets = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
@@ -211,14 +211,14 @@ def _sum_in_two(
         start = first + step * PIECE
         end, part = _part(start, last, PIECE, RANKS, ALIGNED, BLOCK)
         for rank in tl.static_range(RANK + 1, RANK + RANKS):
-            place = (tl.load(buffers + rank % RANKS) - own_buffer + here + RANK * PROGRAMS * REGION) // ITEM
+            offset = (tl.load(buffers + rank % RANKS) - own_buffer + here + RANK * PROGRAMS * REGION) // ITEM
             begin = tl.multiple_of(start + rank % RANKS * part, BLOCK)
             upto = tl.multiple_of(tl.minimum(begin + part, end), ALIGNED)
             for at in range(begin, upto, BLOCK):
                 offsets = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
                 inside = (offsets < upto) & (limit > 0)
                 value = tl.load(x + offsets, mask=inside)
-                tl.store(region + tl.multiple_of(place, 64) + (offsets - begin), value, mask=inside)
+                tl.store(region + tl.multiple_of(offset, 64) + (offsets - begin), value, mask=inside)
         if step > 0:
             start -= PIECE
             end, part = _part(start, last, PIECE, RANKS, ALIGNED, BLOCK)
@@ -238,9 +238,9 @@ def _sum_in_two(
                     total += value.to(total.dtype)
                 tl.store(x + offsets, total.to(item), mask=inside)
                 for rank in tl.static_range(RANK + 1, RANK + RANKS):
-                    place = tl.load(buffers + rank % RANKS) - own_buffer + here + RANK * PROGRAMS * REGION
-                    place = tl.multiple_of(place // ITEM + SUMS, 64)
-                    sums = region + place + (offsets - begin)
+                    offset = tl.load(buffers + rank % RANKS) - own_buffer + here + RANK * PROGRAMS * REGION
+                    offset = tl.multiple_of(offset // ITEM + SUMS, 64)
+                    sums = region + offset + (offsets - begin)
                     tl.store(sums, total.to(item), mask=inside & (limit > 0))
         if step > 1:
             start -= PIECE

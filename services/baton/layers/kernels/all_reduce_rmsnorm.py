@@ -41,7 +41,7 @@ def _words(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def _added(
-    own_buffer, place, inside, round,
+    own_buffer, entry, inside, round,
     RANK: tl.constexpr, COUNT: tl.constexpr, APART: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Sums of `COUNT` ranks' words, `own_buffer` for `RANK`, and whether some are not of this round."""
@@ -51,7 +51,7 @@ def _added(
     for rank in tl.static_range(COUNT):
         words = own_buffer
         if rank != RANK:
-            sent = tl.load(place + rank * APART, mask=inside, other=0, volatile=True)
+            sent = tl.load(entry + rank * APART, mask=inside, other=0, volatile=True)
             missing |= tl.where(inside & ((sent >> 32).to(tl.int32) != round.to(tl.int32)), 1, 0)
             words = sent.to(tl.int32)
         theirs = _pair(words, DTYPE)
@@ -62,16 +62,16 @@ def _added(
 
 @triton.jit
 def _receive(
-    own_buffer, place, inside, round, failed, told, limit,
+    own_buffer, entry, inside, round, failed, told, limit,
     RANK: tl.constexpr, COUNT: tl.constexpr, APART: tl.constexpr, DTYPE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Waits for all; the sums as words, rounded, and `limit`, or 0 once it has waited in vain."""
-    low, high, missing = _added(own_buffer, place, inside, round, RANK, COUNT, APART, DTYPE)
+    low, high, missing = _added(own_buffer, entry, inside, round, RANK, COUNT, APART, DTYPE)
     if missing > 0:
         began = now(THREADS)
         late = 0
         while (missing > 0) & (late == 0):
-            low, high, missing = _added(own_buffer, place, inside, round, RANK, COUNT, APART, DTYPE)
+            low, high, missing = _added(own_buffer, entry, inside, round, RANK, COUNT, APART, DTYPE)
             late = tl.where(now(THREADS) - began > limit, 1, 0)
         if missing > 0:
             limit = limit * 0
@@ -82,14 +82,14 @@ def _receive(
 
 @triton.jit
 def _send(
-    words, place, buffers, inside, round, to, limit, RANK: tl.constexpr, RANKS: tl.constexpr
+    words, entry, buffers, inside, round, to, limit, RANK: tl.constexpr, RANKS: tl.constexpr
 ):  # fmt: skip
     """To rank `to`; `RANKS`: to all others."""
     sent = (round << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     for rank in tl.static_range(RANK + 1, RANK + RANKS):
         apart = tl.multiple_of((tl.load(buffers + rank % RANKS) - tl.load(buffers + RANK)) // 8, 64)
         # A rank that has given up sends no more: those that come later wait in vain, too.
-        tl.store(place + apart, sent, mask=inside & (limit > 0) & ((to == RANKS) | (to == rank % RANKS)))
+        tl.store(entry + apart, sent, mask=inside & (limit > 0) & ((to == RANKS) | (to == rank % RANKS)))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -136,21 +136,21 @@ def sum_norm(
         low += tl.load(bias + 2 * at, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(bias + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
     own_buffer = _words(low, high, DTYPE)
-    place = region + tl.multiple_of(((round % 2) * RANKS * ROWS + row) * STRIDE, 64) + at
+    entry = region + tl.multiple_of(((round % 2) * RANKS * ROWS + row) * STRIDE, 64) + at
     to = row % RANKS if TWO else RANKS
-    _send(own_buffer, place + RANK * ROWS * STRIDE, buffers, inside, round, to, limit, RANK, RANKS)
+    _send(own_buffer, entry + RANK * ROWS * STRIDE, buffers, inside, round, to, limit, RANK, RANKS)
     before = tl.load(residual + row.to(tl.int64) * WORDS + at, mask=inside, other=0)
     norms = tl.load(weight + at, mask=inside, other=0)
     if (to == RANKS) | (to == RANK):
         own_buffer, limit = _receive(
-            own_buffer, place, inside, round, failed, told, limit, RANK, RANKS, ROWS * STRIDE, DTYPE, THREADS
+            own_buffer, entry, inside, round, failed, told, limit, RANK, RANKS, ROWS * STRIDE, DTYPE, THREADS
         )
         if TWO:
-            _send(own_buffer, place + RANK * ROWS * STRIDE, buffers, inside, round, RANKS, limit, RANK, RANKS)
+            _send(own_buffer, entry + RANK * ROWS * STRIDE, buffers, inside, round, RANKS, limit, RANK, RANKS)
     else:
-        place += to * ROWS * STRIDE
+        entry += to * ROWS * STRIDE
         own_buffer, limit = _receive(
-            own_buffer, place, inside, round, failed, told, limit, -1, 1, 0, DTYPE, THREADS
+            own_buffer, entry, inside, round, failed, told, limit, -1, 1, 0, DTYPE, THREADS
         )
     # Rounded as a sum of its own would be.
     low, high = _pair(own_buffer, DTYPE)

@@ -63,8 +63,8 @@ def _matmul(
         if BIAS:
             total += tl.load(bias + at_column, mask=at_column < columns, other=0.0).to(tl.float32)[None, :]
         inside = (at_row < rows)[:, None] & (at_column < columns)[None, :]
-        place = at_row.to(tl.int64)[:, None] * out_stride + at_column[None, :]
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+        offset = at_row.to(tl.int64)[:, None] * out_stride + at_column[None, :]
+        tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
 
 
 def matmul(

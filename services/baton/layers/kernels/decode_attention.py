@@ -61,12 +61,12 @@ def _many_merged(
     part = tl.arange(0, SPLITS_UP)[:, None]
     member = tl.arange(0, MERGED)[None, :]
     columns = tl.arange(0, DIM)[None, None, :]
-    place = at + part * GROUP + member
+    offset = at + part * GROUP + member
     there = (part < parts) & (member < GROUP)
     found = tl.load(
-        partial + place[:, :, None] * DIM + columns, mask=there[:, :, None], other=0.0, cache_modifier=".cg"
+        partial + offset[:, :, None] * DIM + columns, mask=there[:, :, None], other=0.0, cache_modifier=".cg"
     )
-    weight = tl.load(sums + place, mask=there, other=-1e30, cache_modifier=".cg")
+    weight = tl.load(sums + offset, mask=there, other=-1e30, cache_modifier=".cg")
     weight = tl.exp2(weight - tl.max(weight, 0)[None, :])
     weight = tl.where(there, weight, 0.0)
     return tl.sum(found * weight[:, :, None], 0) / tl.sum(weight, 0)[:, None]
@@ -83,9 +83,9 @@ def _few_merged(partial, sums, at, parts, GROUP: tl.constexpr, MERGED: tl.conste
     result = tl.zeros((MERGED, DIM), tl.float32)
     for part in tl.static_range(FEW_PARTS):
         there = (member < GROUP) & (part < parts)
-        place = at + part * GROUP
-        found = tl.load(partial + place * DIM + columns, mask=there, other=0.0, cache_modifier=".cg")
-        score = tl.load(sums + place, mask=there, other=-float("inf"), cache_modifier=".cg")
+        offset = at + part * GROUP
+        found = tl.load(partial + offset * DIM + columns, mask=there, other=0.0, cache_modifier=".cg")
+        score = tl.load(sums + offset, mask=there, other=-float("inf"), cache_modifier=".cg")
         highest = tl.maximum(peak, score)
         fade = tl.exp2(peak - highest)
         weight = tl.exp2(score - highest)
@@ -225,9 +225,9 @@ def _decode(
     if parts == 1:
         tl.store(outputs + member[:, None] * DIM + columns[None, :], result, mask=(member < GROUP)[:, None])
     else:
-        place = (slot * splits + split) * GROUP + member
-        tl.store(partial + place[:, None] * DIM + columns[None, :], result, mask=(member < GROUP)[:, None])
-        tl.store(sums + place, peak + tl.log2(total), mask=member < GROUP)
+        offset = (slot * splits + split) * GROUP + member
+        tl.store(partial + offset[:, None] * DIM + columns[None, :], result, mask=(member < GROUP)[:, None])
+        tl.store(sums + offset, peak + tl.log2(total), mask=member < GROUP)
         # The barrier orders all threads' stores before the count, which releases them.
         tl.debug_barrier()
         if tl.atomic_add(counters + slot, 1, sem="acq_rel") == parts - 1:

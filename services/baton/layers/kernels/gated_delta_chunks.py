@@ -250,7 +250,7 @@ def _scan(
 
 
 _Where = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""States, tables, slots, positions, pieces and starts: see `StatePlaces` and `StateRows`."""
+"""States, tables, slots, positions, pieces and starts: see `StateLocations` and `StateRows`."""
 
 
 def longer_rows(

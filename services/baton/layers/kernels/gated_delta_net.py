@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.layers.batch import StatePlaces, StateRows
+from baton.layers.batch import StateLocations, StateRows
 from baton.layers.kernels.gated_delta_chunks import log_decay, longer_rows
 from baton.layers.kernels.short_convolution import page_of
 
@@ -162,7 +162,7 @@ def delta_rule(
     biases: torch.Tensor,
     norm: torch.Tensor,
     states: torch.Tensor,
-    places: StatePlaces,
+    locations: StateLocations,
     rows: StateRows,
     key_heads: int,
     eps: float,
@@ -175,7 +175,7 @@ def delta_rule(
     heads, key_dim, value_dim = states.shape[1:]
     tokens = len(mixed)
     out = mixed.new_empty(tokens, heads * value_dim)
-    tables, slots, positions, page_size = places
+    tables, slots, positions, page_size = locations
     strides = states.stride(0), tables.stride(0)
     up = {"K_UP": max(16, triton.next_power_of_2(key_dim))}
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "K": key_dim}

@@ -22,12 +22,12 @@ def _unpacking(base: str, kind: str) -> str:
     exponent of `base` a code is base + code, which less base + a whole number ($6) is exact. It is multiplied
     with the scale ($7); what the zero has beside the whole number is taken away after that ($8)."""
     lines = [".reg .b32 w, base;", f"mov.b32 base, {base};"]
-    for place, shift in enumerate((0, 8, 4, 12)):
+    for operand, shift in enumerate((0, 8, 4, 12)):
         lines += [
             f"shr.b32 w, $4, {shift};",
             "lop3.b32 w, w, 0x000f000f, base, 0xea;",
             f"sub.rn.{kind} w, w, $6;",
-            f"fma.rn.{kind} ${place}, w, $7, $8;",
+            f"fma.rn.{kind} ${operand}, w, $7, $8;",
         ]
     return "\n".join(["{", *lines, "}"])
 
@@ -160,9 +160,9 @@ def _gemm(
     if GATED:
         total = total / (1 + tl.exp(-total)) * up
     m = row + tl.arange(0, BM)
-    place = (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
+    offset = (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
     inside = (m < rows)[:, None] & (n < columns)[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty).T, mask=inside)
+    tl.store(out + offset, total.to(out.dtype.element_ty).T, mask=inside)
 
 
 def launch(

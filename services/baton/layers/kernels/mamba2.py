@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.layers.batch import StatePlaces, StateRows
+from baton.layers.batch import StateLocations, StateRows
 from baton.layers.kernels.short_convolution import page_of
 
 _VALUES = 32
@@ -160,7 +160,7 @@ def scan(
     step_limits: tuple[float, float],
     groups: int,
     states: torch.Tensor,
-    places: StatePlaces,
+    locations: StateLocations,
     rows: StateRows,
 ) -> torch.Tensor:
     """mixed [tokens, values + keys + queries]; gates [tokens, values] and steps [tokens, heads], parts of one
@@ -170,9 +170,9 @@ def scan(
     heads, state_dim, head_dim = states.shape[1:]
     assert gates.stride(0) == steps.stride(0)
     out = torch.empty(len(mixed), heads * head_dim, dtype=torch.float32, device=mixed.device)
-    inputs = mixed, gates, steps, rates, biases, skips, out, states, *places[:3]
-    strides = mixed.stride(0), gates.stride(0), states.stride(0), places.tables.stride(0), *step_limits
-    sizes = {"HEADS": heads, "GROUPS": groups, "N": state_dim, "P": head_dim, "PAGE": places.page_size}
+    inputs = mixed, gates, steps, rates, biases, skips, out, states, *locations[:3]
+    strides = mixed.stride(0), gates.stride(0), states.stride(0), locations.tables.stride(0), *step_limits
+    sizes = {"HEADS": heads, "GROUPS": groups, "N": state_dim, "P": head_dim, "PAGE": locations.page_size}
     sizes["N_UP"] = max(16, triton.next_power_of_2(state_dim))
     if singles := rows.singles:
         width = triton.next_power_of_2(head_dim)

@@ -78,11 +78,11 @@ def _attend(
     m = tl.arange(0, QUERIES)
     token, head = offset + m // GROUP, group * GROUP + m % GROUP
     valid = (token < count) & (head < HEADS)
-    place = (start + token).to(tl.int64) * HEADS + head
+    flat = (start + token).to(tl.int64) * HEADS + head
     if SPLIT:
-        place += split.to(tl.int64) * tokens * HEADS
+        flat += split.to(tl.int64) * tokens * HEADS
         if first >= end:
-            tl.store(sums + place, tl.full((QUERIES,), -float("inf"), tl.float32), mask=valid)
+            tl.store(sums + flat, tl.full((QUERIES,), -float("inf"), tl.float32), mask=valid)
             return
     limit = length - count + token
     pages = table + row.to(tl.int64) * table_stride
@@ -119,9 +119,9 @@ def _attend(
         result = tl.dot(weights.to(latents.dtype), latents, result * fade[:, None], input_precision="tf32x3")
         peak = highest
     if SPLIT:
-        tl.store(sums + place, peak + tl.log2(total), mask=valid)
+        tl.store(sums + flat, peak + tl.log2(total), mask=valid)
         total = tl.where(total > 0, total, 1.0)
-    target = out + place[:, None] * RANK + columns[None, :]
+    target = out + flat[:, None] * RANK + columns[None, :]
     tl.store(target, result / total[:, None], mask=valid[:, None])
 
 

@@ -208,7 +208,7 @@ def _choose(
     )
     rank, score = _ranked(score, key, BLOCK, TOP_K, SIGMOID, RENORMALIZE)
     e = tl.arange(0, BLOCK)
-    # Scores that are no numbers have no ranks: each place gets an expert all the same.
+    # Scores that are no numbers have no ranks: each choice gets an expert all the same.
     index = tl.arange(0, TOP_K_PADDED)
     chosen = rank[:, None] == index[None, :]
     expert = tl.minimum(tl.sum(tl.where(chosen, e[:, None], 0), 0), EXPERTS - 1)

@@ -25,12 +25,12 @@ def _word() -> str:
     """The products of a word's codes ($1), each + 128, with eight numbers ($2 to $9), those of the low halves
     of its bytes first, added up ($0). In bits 16 to 19 behind the exponent of 128 a code is 128 + code."""
     lines = [".reg .b32 t, s;"]
-    for place, left in enumerate((16, 8, 0, -8, 12, 4, -4, -12)):
+    for index, left in enumerate((16, 8, 0, -8, 12, 4, -4, -12)):
         if left:
             lines.append(f"{'shl' if left > 0 else 'shr'}.b32 t, $1, {abs(left)};")
         lines.append(f"lop3.b32 t, {'t' if left else '$1'}, 0xF0000, 0x43000000, 0xEA;")
-        total = "s" if place < 7 else "$0"
-        lines.append(f"fma.rn.f32 {total}, t, ${place + 2}, s;" if place else "mul.f32 s, t, $2;")
+        total = "s" if index < 7 else "$0"
+        lines.append(f"fma.rn.f32 {total}, t, ${index + 2}, s;" if index else "mul.f32 s, t, $2;")
     return "\n".join(["{", *lines, "}"])
 
 
@@ -189,8 +189,8 @@ def _down(
     total = tl.zeros((PIECES, ROWS), tl.float32)
     # All choices' columns are one row.
     for start in tl.range(0, TOP_K * pieces, PIECES, num_stages=STAGES):
-        place = start + tl.arange(0, PIECES)
-        choice, piece = place // pieces, place % pieces
+        index = start + tl.arange(0, PIECES)
+        choice, piece = index // pieces, index % pieces
         known = choice < TOP_K
         expert = tl.load(experts + token * TOP_K + choice, mask=known, other=0)
         share = tl.load(weights + token * TOP_K + choice, mask=known, other=0.0)
@@ -203,7 +203,7 @@ def _down(
         at = row * (INNER // GROUP) + (piece * 16 // GROUP)[:, None]
         s = tl.load(unit + at, mask=inside, other=0.0) * share[:, None]
         z = tl.load(zero + at, mask=inside, other=0.0)
-        k = place[:, None, None] * 16 + tl.arange(0, 8)[None, None, :]
+        k = index[:, None, None] * 16 + tl.arange(0, 8)[None, None, :]
         there = known[:, None, None]
         low = tl.load(source + k, mask=there, other=0.0).to(tl.float32)
         high = tl.load(source + k + 8, mask=there, other=0.0).to(tl.float32)

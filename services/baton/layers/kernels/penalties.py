@@ -40,10 +40,10 @@ def _penalize(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab
-    row = tl.load(rows + place)
+    row = tl.load(rows + index)
     x = tl.load(logits + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     if COUNTED:
         counts_row = tl.load(counted + row).to(tl.int64)
@@ -51,15 +51,15 @@ def _penalize(
             count = tl.load(counts + counts_row * vocab + columns, mask=inside, other=0.0)
             occurred = count > 0
             before = occurred | (tl.load(prompt + counts_row * vocab + columns, mask=inside, other=0) > 0)
-            factor = tl.load(repetition + place)
+            factor = tl.load(repetition + index)
             x = tl.where(before, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
-            x = x - tl.load(frequency + place) * count
-            x = x - tl.load(presence + place) * occurred.to(tl.float32)
+            x = x - tl.load(frequency + index) * count
+            x = x - tl.load(presence + index) * occurred.to(tl.float32)
     if MASKED:
         mask = tl.load(masked + row).to(tl.int64)
         if mask >= 0:
             x = tl.where(allowed(words, mask, columns, width, inside), x, -float("inf"))
-    tl.store(changed + place * vocab + columns, x, mask=inside)
+    tl.store(changed + index * vocab + columns, x, mask=inside)
 
 
 def penalize(

@@ -91,9 +91,9 @@ def _gemm(
             up += tl.load(bias + columns + output).to(tl.float32)[:, None]
     if GATED:
         total = total / (1 + tl.exp(-total)) * up
-    place = (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
+    offset = (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
     inside = (m < rows)[:, None] & (n < columns)[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty).T, mask=inside)
+    tl.store(out + offset, total.to(out.dtype.element_ty).T, mask=inside)
 
 
 def project(

@@ -41,7 +41,7 @@ def _gumbel(key, index):
 
 @triton.jit
 def _load(logits, changed, row_index, row, columns, vocab, stride, SPECIAL: tl.constexpr):
-    """float32; SPECIAL: of `changed` logits where the row has a place there. -inf behind the row's end."""
+    """float32; SPECIAL: of `changed` logits where the row is among these. -inf behind the row's end."""
     inside = columns < vocab
     changed_row = tl.full((), -1, tl.int64)
     x = tl.full(columns.shape, -float("inf"), tl.float32)
@@ -187,7 +187,7 @@ class Special:
     changed: torch.Tensor
     """float32 [n, vocab]: logits after penalties, bias and the like."""
     row_index: torch.Tensor
-    """int32 [rows]: the row's place among these, or -1."""
+    """int32 [rows]: the row's index among these, or -1."""
     changed_rows: torch.Tensor
     """int64 [n]: their rows."""
     restricted: bool

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.layers.batch import PIECE, StatePlaces, StateRows
+from baton.layers.batch import PIECE, StateLocations, StateRows
 
 _CHANNELS = 256
 
@@ -175,7 +175,7 @@ def convolve(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     windows: torch.Tensor,
-    places: StatePlaces,
+    locations: StateLocations,
     rows: StateRows,
     *,
     silu: bool = False,
@@ -188,9 +188,9 @@ def convolve(
     window, channels = weight.shape
     out = x.new_empty(len(x), channels)
     inputs = x[:, 2 * channels :] if gated else x
-    tables, slots, positions = places.tables, places.slots, places.positions
+    tables, slots, positions = locations.tables, locations.slots, locations.positions
     strides = x.stride(0), windows.stride(0), tables.stride(0)
-    options = {"C": channels, "W": window, "PAGE": places.page_size, "GATED": gated, "BLOCK": _CHANNELS}
+    options = {"C": channels, "W": window, "PAGE": locations.page_size, "GATED": gated, "BLOCK": _CHANNELS}
     blocks, with_bias = triton.cdiv(channels, _CHANNELS), weight if bias is None else bias
     more = {"BIAS": bias is not None, "SILU": silu}
     if rows.singles:

@@ -46,8 +46,8 @@ class BlockMatrix:
             least = by_outputs(-weight.zero * weight.scale)
             parts = codes.view(len(codes), groups, group // WORD, WORD, width)
             codes = torch.zeros_like(parts[:, :, :, 0], dtype=torch.int32)
-            for place in range(WORD):
-                codes |= parts[:, :, :, place].to(torch.int32) << 4 * place
+            for nibble in range(WORD):
+                codes |= parts[:, :, :, nibble].to(torch.int32) << 4 * nibble
         self._outputs, self._parts = outputs, (codes, scale, least)
         self._arrays = codes.numpy(), scale.numpy(), least.numpy()
         self._kernel = _of_8_bits() if weight.zero is None else _of_4_bits()
@@ -79,8 +79,8 @@ class BlockMatrix:
         codes, scale, least = (each[blocks] for each in self._parts)
         if not len(least):
             return (codes.float() * scale[:, :, None]).flatten(1, 2)
-        places = 4 * torch.arange(WORD, dtype=torch.int32)[:, None]
-        values = (codes[:, :, :, None] >> places & 15).flatten(2, 3).float()
+        shifts = 4 * torch.arange(WORD, dtype=torch.int32)[:, None]
+        values = (codes[:, :, :, None] >> shifts & 15).flatten(2, 3).float()
         return values.mul_(scale[:, :, None]).add_(least[:, :, None]).flatten(1, 2)
 
 

@@ -105,7 +105,7 @@ class CheckpointFormat(Protocol):
 
 def unpack(words: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
     """int32 [rows, words] -> uint8 [rows, words * 32 / bits]: the numbers of `bits` bits in each word, lowest
-    first; or with the number of place n at places[n]."""
+    first; or the n-th of them at index order[n]."""
     mask = (1 << bits) - 1
     parts = [((words >> shift) & mask).to(torch.uint8) for shift in range(0, 32, bits)]
     if order is not None:
