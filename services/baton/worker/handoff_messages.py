@@ -45,7 +45,7 @@ def request_for(effect: object, ahead: bool) -> prefill_pb2.PrefillRequest:
     if isinstance(effect, AskCached):
         cached = prefill_pb2.CachedPrompt(
             attempt=name_to(effect.name),
-            token_ids=plain_tokens(effect.token_ids),
+            token_ids=plain_tokens(effect.token_ids, effect.images),
             namespace=effect.namespace,
             images=images_to(effect.images),
         )
@@ -65,7 +65,7 @@ def _start(effect: StartPrefill, ahead: bool) -> prefill_pb2.PrefillStart:
     request = effect.request
     start = prefill_pb2.PrefillStart(
         attempt=name_to(effect.name),
-        token_ids=plain_tokens(effect.token_ids) if request.images else effect.token_ids,
+        token_ids=plain_tokens(effect.token_ids, request.images),
         delivered=effect.delivered,
         sampling=sampling_to(effect.params),
         n=effect.n,

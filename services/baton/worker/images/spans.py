@@ -71,6 +71,8 @@ def images_to(spans: Iterable[ImageSpan]) -> list[common_pb2.PromptImage]:
     ]
 
 
-def plain_tokens(tokens: Sequence[int]) -> Sequence[int]:
+def plain_tokens(tokens: Sequence[int], images: Sequence[ImageSpan]) -> Sequence[int]:
     """Token ids for a message: any will do where images say what is there."""
+    if not images:
+        return tokens
     return [0 if is_placeholder(token) else token for token in tokens]
