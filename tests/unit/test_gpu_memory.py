@@ -7,6 +7,7 @@ import torch
 from random_checkpoints import save_checkpoint
 
 from baton.attention.registry import BACKENDS
+from baton.engine import images
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import SlotInit
 from baton.engine.sampler_state import SlotStates
@@ -15,9 +16,13 @@ from baton.engine.warmup import StepLimits, largest_steps
 from baton.kvcache.kv_pool import PagePool, PoolLayout
 from baton.layers.cache_spec import Full
 from baton.models.loader import load_model
+from baton.models.vision import most_image_tokens
+from baton.pictures.settings import FILE, read_settings
 from baton.rpc.errors import BatonError
-from baton.worker.memory import fitting, run_largest_steps
+from baton.worker.images.contents import ROOM_BYTES
+from baton.worker.memory import fitting, run_largest_steps, working_bytes
 from baton.worker.model import device_of
+from vision_models import save_qwen3_vl
 
 GIB = 2**30
 LAYOUT = PoolLayout.of([Full(heads=8, head_dim=128)] * 32, 64, torch.bfloat16)
@@ -125,6 +130,44 @@ def test_the_largest_steps_have_prompts_and_decode_rows_in_all_slots(context, de
             count = len(row.tokens or ())
             wanted = ((0,) * (count - 1), 20) if count > 1 else (None, 0)
             assert (row.prompt_logprobs, row.prompt_top) == wanted
+
+
+def test_what_a_vision_tower_takes_is_left_free(tmp_path, monkeypatch):
+    """Its activations for the largest image, alone and in a batch, and all embeddings that may be here."""
+    save_qwen3_vl(tmp_path)
+    model = load_model(tmp_path, torch.float32, "cpu")
+    side = model.vision.merge * model.vision.patch
+    assert most_image_tokens(tmp_path, model.vision) == read_settings(tmp_path).most_pixels // side**2
+    (tmp_path / FILE).unlink()
+    assert most_image_tokens(tmp_path, model.vision) == 2**24 // side**2
+    encoded: list[int] = []
+    encode = model.vision.encode
+
+    def seen(images):
+        found = encode(images)
+        encoded.append(sum(rows.shape[1] for rows in found))
+        return found
+
+    monkeypatch.setattr(model.vision, "encode", seen)
+    monkeypatch.setattr(images, "BATCH_TOKENS", 12)
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 * GIB)
+    # A GPU on which each of the image's tokens takes 1 MiB, and a step nothing.
+    monkeypatch.setattr(
+        torch.cuda, "max_memory_reserved", lambda _: 5 * GIB + max(encoded, default=0) * 2**20
+    )
+    limits = StepLimits(16, 64, 16, 1)
+    layout = PoolLayout.of(model.caches, limits.page_size, torch.float32)
+
+    def runner(pool):
+        backend = BACKENDS["torch"]
+        return ModelRunner(model, pool, max_slots=2, prefill_attention=backend, decode_attention=backend)
+
+    taken = working_bytes(runner, layout, limits, torch.device("cpu"), image_tokens=48)
+    assert max(encoded) >= 48 and min(encoded) >= 12
+    pool = 2 * layout.page_bytes
+    assert taken == max(encoded) * 2**20 - pool + images.CACHED_BYTES + ROOM_BYTES
 
 
 def test_too_little_is_an_error_that_says_what_to_do():

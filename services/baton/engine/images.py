@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -19,6 +20,8 @@ from baton.layers.batch import InputEmbeddings
 from baton.layers.tensor_parallel import Communicator
 from baton.models.decoder import VisionTower
 
+BATCH_TOKENS = 8192
+"""Tokens of the images that are encoded together; one image is always taken."""
 CACHED_BYTES = 256 * 2**20
 """Bytes of embeddings that are kept: an image that chunks cut, or that comes again, is not encoded again."""
 
@@ -52,6 +55,17 @@ class EmbeddingCache:
             self._known[digest] = rows
             while self.bytes > self._room and len(self._known) > 1:
                 self.bytes -= self._known.popitem(last=False)[1].nbytes
+
+
+def batch_of(tokens: Iterable[int]) -> int:
+    """How many images are encoded together, of some that have so many tokens each: one at least."""
+    count = total = 0
+    for each in tokens:
+        total += each
+        if count and total > BATCH_TOKENS:
+            break
+        count += 1
+    return count
 
 
 def _ignore(tokens: int, seconds: float) -> None:
@@ -115,6 +129,13 @@ class ImageEncoder:
             image for row in rows for image in row.images if looks_at((image,), row.start, row.count)
         )
 
+    def run_largest(self, tokens: int) -> None:
+        """Has the tower allocate all that it may need, where no image has more than so many tokens."""
+        side = self.tower.merge * self.tower.patch
+        for count in {tokens, min(tokens, BATCH_TOKENS)}:
+            rows = max(1, math.isqrt(count))
+            self.tower.encode([torch.zeros(rows * side, -(-count // rows) * side, 3, dtype=torch.uint8)])
+
     def seconds(self) -> float:
         """Seconds of encoding since the last call."""
         before, self._told = self._told, self.counters.seconds
@@ -158,10 +179,12 @@ class ImageEncoder:
                 missing[image.digest] = torch.from_numpy(content)
             else:
                 raise ValueError("an image is to be computed that is not here")
-        if missing:
-            for digest, rows in zip(
-                missing, encode(self.tower, missing.values(), self.counters), strict=True
-            ):
+        pixels = (self.tower.merge * self.tower.patch) ** 2
+        while missing:
+            count = batch_of(image.shape[0] * image.shape[1] // pixels for image in missing.values())
+            digests = list(missing)[:count]
+            batch = [missing.pop(digest) for digest in digests]
+            for digest, rows in zip(digests, encode(self.tower, batch, self.counters), strict=True):
                 found[digest] = rows
                 self.cache.add(digest, rows)
         return found

@@ -7,10 +7,15 @@ from pathlib import Path
 import torch
 
 from baton.layers.parameters import Parameters
+from baton.model_path import CheckpointError
 from baton.models.config import ModelError, read_config
 from baton.models.decoder import VisionTower
 from baton.models.loader import declared, fill_at_random, fingerprint, read_weights
 from baton.models.registry import FAMILIES, family
+from baton.pictures.settings import read_settings
+
+USUAL_PIXELS = 2**24
+"""Pixels of the largest image that Qwen3-VL's own checkpoints take."""
 
 
 def load_tower(path: Path, dtype: torch.dtype | None, device: torch.device, load_format: str) -> VisionTower:
@@ -37,3 +42,12 @@ def load_tower(path: Path, dtype: torch.dtype | None, device: torch.device, load
 def tower_fingerprint(path: Path, dtype: torch.dtype, device: torch.device, load_format: str) -> str:
     """Fingerprint of all that the embeddings of an image depend on."""
     return fingerprint(path, dtype, load_format, f"vision {device.type}")
+
+
+def most_image_tokens(path: Path, tower: VisionTower) -> int:
+    """Tokens of the largest image, once it has been resized as the checkpoint says."""
+    try:
+        pixels = read_settings(path).most_pixels
+    except CheckpointError:  # then gateways take no images for it, at least not with its tokenizer
+        pixels = USUAL_PIXELS
+    return max(1, pixels // (tower.merge * tower.patch) ** 2)

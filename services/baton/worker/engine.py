@@ -33,7 +33,7 @@ from baton.model_path import CheckpointError, model_name, resolve
 from baton.models.config import ModelError
 from baton.models.decoder import LanguageModel
 from baton.models.pooling_config import read_pooling
-from baton.models.vision import tower_fingerprint
+from baton.models.vision import most_image_tokens, tower_fingerprint
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -256,7 +256,9 @@ def _build_ranked(
     beside = None
     if drafter is not None and isinstance(drafter.drafter, PagedDrafter):
         beside = drafter.drafter  # of a prefill node, which this one is or may become
-    pages = num_pages(config, part_layout, shape.context_length, device, measured, together, beside)
+    largest = 0 if model.vision is None else most_image_tokens(path, model.vision)
+    most = shape.context_length
+    pages = num_pages(config, part_layout, most, device, measured, together, beside, largest)
     context = longest(layout.groups, pages, context, size, 2 * config.token_budget)
     pool, published = make_pool(layout, pages, device, kinds, incarnation, ranks.shard)
     published.pages = ranks.pages(published.pages, layout)

@@ -13,11 +13,13 @@ import torch
 from baton import cgroups
 from baton.config import WorkerConfig
 from baton.engine.draft.paged_drafter import PagedDrafter
+from baton.engine.images import CACHED_BYTES, ImageEncoder
 from baton.engine.plan import Runner
 from baton.engine.warmup import StepLimits, largest_steps
 from baton.kvcache.kv_pool import PagePool, PoolLayout
 from baton.layers.async_copy import beside_steps
 from baton.rpc.errors import failed_precondition, invalid
+from baton.worker.images.contents import ROOM_BYTES
 
 AUTO_KV_TOKENS = 65536
 AUTO_KV_BYTES = 2**30
@@ -37,11 +39,12 @@ def num_pages(
     make_runner: Callable[[PagePool], Runner[Any]] | None,
     together: int = 1,
     drafter: PagedDrafter | None = None,
+    image_tokens: int = 0,
 ) -> int:
     """Pages of --kv-tokens: for so many tokens in all KV groups (see PoolLayout.pages). By default, on a GPU,
     what --memory-fraction leaves beside the loaded weights and the working memory, which is measured with a
     runner (None: there is none), and `drafter` beside its steps; on a CPU, enough for many contexts within
-    1 GiB. Raises BatonError."""
+    1 GiB. `image_tokens`: the most that one image has. Raises BatonError."""
     size, groups = layout.page_size, len(layout.groups)
     if config.kv_tokens:
         if config.kv_tokens < size:
@@ -55,7 +58,8 @@ def num_pages(
         working = 0
         if make_runner is not None:
             limits = StepLimits(config.token_budget, context, size, pages=1, groups=groups)
-            working = working_bytes(make_runner, layout, limits, device, drafter)
+            most = min(image_tokens, context)
+            working = working_bytes(make_runner, layout, limits, device, drafter, most)
         least = min(context, LEAST_TOKENS)
         # Ranks that share a GPU have loaded as much each, and get as much of what is free.
         free, total = free // together, total // together
@@ -118,20 +122,26 @@ def working_bytes(
     limits: StepLimits,
     device: torch.device,
     drafter: PagedDrafter | None = None,
+    image_tokens: int = 0,
 ) -> int:
     """What a runner, and a drafter, take of a GPU beside weights and KV pool: activations, sampling, CUDA
-    graphs. Measured with one over a pool of a single page, which is given up again. Blocks."""
+    graphs; where the model sees, those of an image of so many tokens, and all embeddings that may be here at
+    a time. Measured with one over a pool of a single page, which is given up again. Blocks."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
     pool = PagePool(layout, 1, device, spare=1)
     runner = make_runner(pool)
     run_largest_steps(runner, limits, drafter)
+    images: ImageEncoder | None = getattr(runner, "images", None)
+    if images is not None:
+        images.run_largest(image_tokens)
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_reserved(device) - before - pool.raw.nbytes
-    del runner, pool
+    embeddings = 0 if images is None else CACHED_BYTES + ROOM_BYTES
+    del runner, pool, images
     gc.collect()
     torch.cuda.empty_cache()
-    return max(0, taken)
+    return max(0, taken) + embeddings
 
 
 def fitting(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from baton.engine.image_spans import ImageSource, ImageSpan
-from baton.engine.images import EncodeCounters, encode
+from baton.engine.images import EncodeCounters, batch_of, encode
 from baton.handoff.pull_cost import PullMeter
 from baton.kvcache.page_allocator import OutOfPages
 from baton.models.decoder import VisionTower
@@ -23,11 +23,6 @@ from baton.worker.encode.pool import EmbeddingLease, EmbeddingPool
 from baton.worker.images.contents import ImageContents, Spawn
 from baton.worker.images.picture_client import Pixels
 from baton.worker.load import add_encoding
-
-BATCH_TOKENS = 8192
-"""Tokens of a batch's images; one image is always taken."""
-
-_log = get_logger()
 
 Note = Callable[[EventKind, int, int], None]
 """Records for somebody who asks: a kind of event, its number and size."""
@@ -67,6 +62,7 @@ class EncodeBatches:
         """That is being encoded."""
         self._thread = ThreadPoolExecutor(1, "encode")
         self._encoding = False
+        self.log = get_logger()
         self.meter = meter
         self.counters = EncodeCounters(timed=meter.add)
 
@@ -120,7 +116,7 @@ class EncodeBatches:
                     for each, embeddings in zip(batch, made, strict=True):
                         await self._store(each, embeddings)
                 except Exception as error:
-                    _log.exception("images not encoded")
+                    self.log.exception("images not encoded")
                     failed = internal(f"the images cannot be encoded: {error}", "ENCODING_FAILED")
                     for each in self._unfinished():
                         each.done.set_exception(failed)
@@ -145,12 +141,7 @@ class EncodeBatches:
         each.done.set_result(None)
 
     def _take(self) -> list[_Waiting]:
-        count, tokens = 0, 0
-        for each in self._waiting:
-            tokens += each.image.tokens
-            if count and tokens > BATCH_TOKENS:
-                break
-            count += 1
+        count = batch_of(each.image.tokens for each in self._waiting)
         batch, self._waiting = self._waiting[:count], self._waiting[count:]
         return batch
 
