@@ -20,6 +20,7 @@ from planted import BUGS, planted
 
 from baton.sim.run import Outcome, run_scenario
 from baton.sim.scenario import Scenario, make_scenario
+from baton.sim.scenario_images import make_image_scenario
 from baton.sim.scenario_requests import RequestSpec
 from baton.sim.scenario_roles import make_auto_scenario, make_role_scenario
 
@@ -97,10 +98,12 @@ def main() -> int:
     parser.add_argument("--bug", choices=sorted(BUGS), default="", help="planted into the core")
     parser.add_argument("--roles", action="store_true", help="the seed's scenario with changes of role")
     parser.add_argument("--auto-roles", action="store_true", help="... with gateways that change roles")
+    parser.add_argument("--images", action="store_true", help="... of a model that sees")
     parser.add_argument("--trace", type=Path, help="a file for every event of the smaller run")
     options = parser.parse_args()
     with planted(options.bug):
         make = make_auto_scenario if options.auto_roles else make_scenario
+        make = make_image_scenario if options.images else make
         scenario = (make_role_scenario if options.roles else make)(options.seed)
         outcome = run_scenario(scenario)
         print(outcome)

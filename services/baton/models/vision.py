@@ -44,8 +44,10 @@ def tower_fingerprint(path: Path, dtype: torch.dtype, device: torch.device, load
     return fingerprint(path, dtype, load_format, f"vision {device.type}")
 
 
-def most_image_tokens(path: Path, tower: VisionTower) -> int:
-    """Tokens of the largest image, once it has been resized as the checkpoint says."""
+def most_image_tokens(path: Path, tower: VisionTower | None) -> int:
+    """Tokens of the largest image, once it has been resized as the checkpoint says; 0 without a tower."""
+    if tower is None:
+        return 0
     try:
         pixels = read_settings(path).most_pixels
     except CheckpointError:  # then gateways take no images for it, at least not with its tokenizer

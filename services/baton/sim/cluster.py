@@ -14,6 +14,7 @@ from baton.sim.audit import Audit
 from baton.sim.checks import Ledger
 from baton.sim.decode import SimDecode
 from baton.sim.driver import StepDriver
+from baton.sim.encode import SimEncode
 from baton.sim.faults import Fault
 from baton.sim.gateway import SimGateway
 from baton.sim.network import Endpoint, Network
@@ -30,6 +31,7 @@ from baton.worker.handoff_messages import request_for
 from baton.worker.process import config_of
 from baton.worker.ranks.runner import RanksLost
 
+AnyProcess = SimGateway | SimPrefill | SimDecode | SimEncode
 _LOOK_EVERY = 16
 """Events between two checks whether everything has come to rest."""
 
@@ -52,7 +54,7 @@ class SimCluster:
         self.scenario = scenario
         self.ledger = Ledger(self.world, scenario)
         self.network = Network(self.world, scenario.latency)
-        self.processes: dict[str, SimGateway | SimPrefill | SimDecode] = {}
+        self.processes: dict[str, AnyProcess] = {}
         self._fate = Actor("fate")
         self._ended_by_poison = 0
         self.role_changes = 0
@@ -60,8 +62,9 @@ class SimCluster:
         self._asked: dict[int, SimGateway] = {}
         self._prefill = {f"p{i}": settings for i, settings in enumerate(scenario.prefill)}
         self._decode = {f"d{i}": settings for i, settings in enumerate(scenario.decode)}
+        self._encode = {f"e{i}": settings for i, settings in enumerate(scenario.encode)}
         gateways = [f"g{i}" for i in range(scenario.gateways)]
-        for name in (*self._prefill, *self._decode, *gateways):
+        for name in (*self._prefill, *self._decode, *self._encode, *gateways):
             self._start(name)
         Audit(self.world, self.network, self.processes)
         for spec in scenario.requests:
@@ -79,8 +82,7 @@ class SimCluster:
                 raise Violation(f"quiescence: no rest at {world.now:.1f} s: {self._busy()}")
             if world.steps % _LOOK_EVERY == 0 and self._at_rest():
                 for process in self.processes.values():
-                    if isinstance(process, Worker):
-                        process.check_idle()
+                    process.check_idle()
                 return
 
     @property
@@ -92,6 +94,11 @@ class SimCluster:
     def borrowed_pages(self) -> int:
         workers = (process for process in self.processes.values() if isinstance(process, Worker))
         return sum(worker.core.sharing.borrower.counters.pulled_pages for worker in workers)
+
+    @property
+    def encoded_images(self) -> int:
+        nodes = (process for process in self.processes.values() if isinstance(process, SimEncode))
+        return sum(node.batches.counters.images for node in nodes if node.batches is not None)
 
     @property
     def disk_pages(self) -> int:
@@ -112,8 +119,10 @@ class SimCluster:
             self.processes[name] = SimPrefill(self.network, name, life, *self._prefill[name])
         elif name in self._decode:
             self.processes[name] = SimDecode(self.network, name, life, *self._decode[name])
+        elif name in self._encode:
+            self.processes[name] = SimEncode(self.network, name, life, self._encode[name])
         else:
-            peers = (tuple(self._decode), tuple(self._prefill))
+            peers = (tuple(self._decode), tuple(self._prefill), tuple(self._encode))
             settings = self.scenario.gateway
             gateway = SimGateway(self.network, name, life, self.ledger, settings, *peers)
             if gateway.roles is not None:
@@ -224,7 +233,7 @@ class SimCluster:
             if process is not None:
                 self._strike_process(fault, process)
 
-    def _strike_process(self, fault: Fault, process: SimGateway | SimPrefill | SimDecode) -> None:
+    def _strike_process(self, fault: Fault, process: AnyProcess) -> None:
         if fault.kind == "crash":
             self._crash(process, fault.seconds, silently=bool(fault.value))
         elif fault.kind == "stall":
@@ -286,7 +295,7 @@ class SimCluster:
         seconds = 0.0 if silently else _FAILED_SECONDS
         self.world.at(seconds, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
-    def _stop(self, process: SimGateway | SimPrefill | SimDecode) -> None:
+    def _stop(self, process: AnyProcess) -> None:
         """A drained process hands back its requests, ends, and is restarted at once."""
         process.hand_back()
         self.world.at(STOP_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
@@ -314,9 +323,7 @@ def _repair(worker: Worker[Any]) -> None:
 class _Stranger:
     """A stranger who sends a prefill node what only an attempt's holder may send."""
 
-    def __init__(
-        self, network: Network, fault: Fault, processes: dict[str, SimGateway | SimPrefill | SimDecode]
-    ) -> None:
+    def __init__(self, network: Network, fault: Fault, processes: dict[str, AnyProcess]) -> None:
         self.name, self.role = "stranger", "decode"
         self.loop = Actor("stranger")
         gateway = processes.get(fault.other)

@@ -88,7 +88,8 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
     @property
     def busy(self) -> str:
         held = (self.core.requests, len(self.fetches.running), len(self.fetches.pulls), len(self.launched))
-        text = "{} requests, {} hand-offs, {} pulls, {} steps, {} lent, {} borrowed, {} borrowing, {} copies"
+        text = "{} requests, {} hand-offs, {} pulls, {} steps, {} lent, "
+        text += "{} borrowed, {} borrowing, {} copies, {} images"
         return text.format(*held, *self.shared) if any((*held, *self.shared)) else ""
 
     def partner(self, address: str) -> SimPrefill | None:

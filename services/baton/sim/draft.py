@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.engine.draft.base import Drafter
 from baton.engine.request import Sequence as TokenSequence
-from baton.sim.model import Windows, reference
+from baton.sim.model import Windows, reference, seen_tokens
 
 
 class SimDrafter(Drafter):
@@ -23,7 +23,7 @@ class SimDrafter(Drafter):
         if not isinstance(known, tuple):
             params = request.params
             known = sequence.drafting = reference(
-                request.prompt,
+                seen_tokens(request.prompt),
                 sequence.seed,
                 params.max_tokens,
                 penalized=params.penalized,

@@ -3,23 +3,33 @@ that the scenario draws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any
 
 from baton.config import GatewayConfig
 from baton.gateway.auto_roles import AutoRoles
 from baton.gateway.cache_view import PromptPages
+from baton.gateway.media_fetch import MediaFetcher
+from baton.gateway.picture_memory import PictureName
+from baton.gateway.pictures import PictureStore
+from baton.gateway.pictures_server import PicturesServicer
 from baton.gateway.prompts import GatewaySession
 from baton.gateway.request import GatewayRequest
 from baton.gateway.request_log import EndedRequest
 from baton.gateway.routing import RequestRouting
 from baton.gateway.runtime import Cancellable
 from baton.gateway.shell import RunningRequest
+from baton.pictures.decoder import Picture
 from baton.rpc.errors import BatonError, from_status, unavailable
 from baton.sim.auto_roles import LOOK_SECONDS, SimAutoRoles
+from baton.sim.calls import serve
 from baton.sim.checks import Ledger, text_of
+from baton.sim.event_loop import VirtualLoop
+from baton.sim.images import SETTINGS, decoded
 from baton.sim.model import VOCAB
-from baton.sim.network import Network, SimLink
+from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.process import SimProcess
 from baton.sim.scenario import GatewaySettings
 from baton.sim.scenario_requests import RequestSpec
@@ -28,7 +38,7 @@ from baton.sim.virtual_gateway import VirtualGateway, VirtualTokenizer
 from baton.sim.worker import Worker
 from baton.sim.world import Violation
 from baton.tokenizer.vocabulary import Vocabulary
-from baton.v1 import common_pb2, decode_pb2, inference_pb2, node_pb2
+from baton.v1 import common_pb2, decode_pb2, inference_pb2, node_pb2, tokenizer_pb2
 from baton.worker.convert import prompt_logprobs_from
 from baton.worker.handoff_messages import sampling_to
 
@@ -72,6 +82,7 @@ class SimGateway(SimProcess, VirtualGateway):
         settings: GatewaySettings,
         decode: tuple[str, ...],
         prefill: tuple[str, ...],
+        encode: tuple[str, ...] = (),
     ) -> None:
         SimProcess.__init__(self, network, name, life)
         config = GatewayConfig(
@@ -90,6 +101,14 @@ class SimGateway(SimProcess, VirtualGateway):
             self.world, self.loop, VOCABULARY, lambda: rng.choice((0.0, 0.0, 0.01, 0.2))
         )
         VirtualGateway.__init__(self, self.world, self.loop, self.who, config, tokenizer)
+        self.virtual = VirtualLoop(
+            self.world, self.loop, self.clock, (self.copy_thread, lambda: rng.random() / 20)
+        )
+        self._sees = settings.image_memory > 0
+        if self._sees:
+            assert tokenizer.model is not None
+            tokenizer.model.image_settings.CopyFrom(SETTINGS)
+            self.pictures = SimPictures(settings.image_memory, self.metrics.image)
         self._ledger = ledger
         self.workers = (*decode, *prefill)
         self.names_sources = settings.sources
@@ -102,7 +121,7 @@ class SimGateway(SimProcess, VirtualGateway):
             self.auto_roles.start()
         self._requests: dict[int, GatewayRequest] = {}
         """By the number in the scenario, until they have ended."""
-        for role, addresses in (("decode", decode), ("prefill", prefill)):
+        for role, addresses in (("decode", decode), ("prefill", prefill), ("encode", encode)):
             for address in addresses:
                 self.nodes.add(role, address)
 
@@ -120,7 +139,22 @@ class SimGateway(SimProcess, VirtualGateway):
             (r._reader.paused for r in running if r.number == number and r.attempts.address == address), None
         )
 
+    def accept(self, endpoint: Endpoint) -> None:
+        with self.virtual.running():
+            serve(self.network, self.virtual, endpoint, PicturesServicer(self.pictures).Fetch)
+
+    def check_idle(self) -> None:
+        held = [kept.picture.digest.hex() for kept in self.pictures.memory.all() if kept.holds]
+        if held:
+            raise Violation(f"quiescence: {self.who} holds the pictures {held} of requests that have ended")
+
     # --- the world around it: gateway.runtime ----------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Cancellable:
+        return self.virtual.spawn(work, name) if self._sees else super().spawn(work, name)
+
+    async def pictures_address(self) -> str:
+        return self.name
 
     def make_link(
         self,
@@ -188,7 +222,6 @@ class SimGateway(SimProcess, VirtualGateway):
         number = spec.number
         start = inference_pb2.GenerateStart(
             id=str(number),
-            text=text_of(spec.prompt),
             sampling=sampling_to(spec.params),
             n=spec.n,
             timeout_ms=round(1000 * spec.timeout),
@@ -196,6 +229,11 @@ class SimGateway(SimProcess, VirtualGateway):
             priority=spec.priority,
             resume=spec.resume,
         )
+        if spec.images:
+            start.chat.CopyFrom(chat_of(spec))
+            start.raw_output = True
+        else:
+            start.text = text_of(spec.prompt)
         start.sampling.stop.extend(spec.stop)
         reader = _Reader(self, spec, self._ledger)
         request = reader.request = self._requests[number] = GatewayRequest(
@@ -217,6 +255,29 @@ class SimGateway(SimProcess, VirtualGateway):
     def read(self, number: int) -> None:
         """The client has read everything of the request."""
         self._requests.pop(number, None)
+
+
+def chat_of(spec: RequestSpec) -> tokenizer_pb2.ChatPrompt:
+    """One message of texts and images."""
+    chat, done = tokenizer_pb2.ChatPrompt(), 0
+    parts = chat.messages.add(role="user").parts
+    for start, image in spec.images:
+        parts.add(text=text_of(spec.prompt[done:start]))
+        parts.add(image=image.file)
+        done = start + len(image.tokens)
+    parts.add(text=text_of(spec.prompt[done:]))
+    return chat
+
+
+class SimPictures(PictureStore):
+    """Whose files need no decoder."""
+
+    def __init__(self, max_bytes: int, counted: Callable[[str], None]) -> None:
+        super().__init__(max_bytes, MediaFetcher(()), counted)
+
+    async def _decoded(self, name: PictureName, data: bytes | None, field_path: str) -> Picture:
+        assert data is not None
+        return await asyncio.get_running_loop().run_in_executor(None, decoded, data)
 
 
 class _Reader:

@@ -33,7 +33,7 @@ class SimHostTier:
         self._allocator = PageAllocator(self.pool.num_pages, self.pool.generations)
         # Often one that evicts what is being promoted.
         policy = self._rng.choice((keep_what_returns(rows), "mru"))
-        cache = KvCacheManager(self._allocator, PrefixTree(size, policy, groups))
+        cache = KvCacheManager(self._allocator, PrefixTree(size, policy, groups, worker.cache.images))
         self.tier = HostTier(worker.cache, cache, self)
         if worker.machine.disk:
             SimFiles(worker, self.tier, self._allocator, self.pool)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from baton.engine.plan import Logprobs
+from baton.kvcache.page_keys import DIGEST_BYTES, is_placeholder
 from baton.sim.grammar import SimMatcher
 
 VOCAB = 997
@@ -43,6 +44,21 @@ def entries(token: int, before: Sequence[bytes | bytearray], windows: Windows) -
             checksum = zlib.crc32(_ID.pack(last), checksum) if group else last
     checksum = zlib.crc32(_ID.pack(token), checksum)
     return [_ENTRY.pack(token, (checksum + group) % 2**32) for group in range(len(windows))]
+
+
+def embedding(digest: bytes, index: int) -> int:
+    """What stands for the token at `index` of an image; no token id."""
+    return VOCAB + zlib.crc32(digest + _ID.pack(index)) % (2**32 - VOCAB)
+
+
+def seen_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
+    """A prompt as the model sees it: with embeddings in the place of placeholders."""
+    return tuple(_embedded(token) if is_placeholder(token) else token for token in tokens)
+
+
+def _embedded(token: int) -> int:
+    digest = (token >> 32).to_bytes(DIGEST_BYTES + 1, "big")[1:]
+    return embedding(digest, token & (2**31 - 1))
 
 
 def sample(seen: bytes | bytearray, seed: int, penalized: Sequence[int] = ()) -> int:
@@ -91,13 +107,14 @@ def reference(
     windows: Windows = ONE,
     constrained: bool = False,
 ) -> tuple[int, ...]:
-    """The output tokens, computed without pages."""
+    """The output tokens, computed without pages. `prompt`: as `seen_tokens`."""
     history, matcher = History(windows), SimMatcher() if constrained else None
+    text = [token for token in prompt if token < VOCAB]
     output: list[int] = []
     for token in prompt:
         history.append(token)
     for _ in range(count):
-        token = sample(history.seen, seed, (*prompt, *output) if penalized else ())
+        token = sample(history.seen, seed, (*text, *output) if penalized else ())
         token = matcher.choose(token) if matcher is not None else token
         output.append(token)
         if token in stop:

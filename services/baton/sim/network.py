@@ -48,8 +48,8 @@ class Endpoint:
         self.open = True
         self.method = ""
         """Which of the server's methods is called; empty: the role's own."""
-        self.on_message: Callable[[Any], None] = lambda message: None
-        self.on_end: Callable[[str], None] = lambda reason: None
+        self.on_message: Callable[[Any], object] = lambda message: None
+        self.on_end: Callable[[str], object] = lambda reason: None
         self.peer: Endpoint | None = None
         self._network = network
         self._last_due = 0.0

@@ -41,7 +41,8 @@ class SimPrefill(PrefillShell, Worker[PrefillCore]):
     def busy(self) -> str:
         """What it still holds, for messages; empty: nothing."""
         held = (self.core.requests, len(self.launched), len(self.steps.pipeline.inbox), *self.shared)
-        text = "{} attempts, {} steps, {} calls, {} lent, {} borrowed, {} borrowing, {} copies"
+        text = "{} attempts, {} steps, {} calls, {} lent, {} borrowed, {} borrowing, {} copies, "
+        text += "{} images"
         return text.format(*held) if any(held) else ""
 
     def under_way(self) -> list[tuple[AttemptName, Host]]:

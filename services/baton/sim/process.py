@@ -79,6 +79,20 @@ class SimProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSettings:
+    """What a simulated worker that sees does about images."""
+
+    room: int
+    """Bytes of pixels and embeddings that requests hold at a time."""
+    cached: int
+    """Bytes of embeddings that are kept."""
+    here: float
+    """The share of images that are encoded where they are needed, though there are encode nodes."""
+    pull_pace: float
+    """Seconds, the usual time to copy half a page of embeddings."""
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """What a simulated worker runs on."""
 
@@ -99,5 +113,7 @@ class Machine:
     """Page indexes that the host tier has room for; 0: there is none."""
     tier_pace: float = 0.0
     """Seconds, the usual time to copy half a page from or to it."""
+    images: ImageSettings | None = None
+    """None: it sees none."""
     disk: str = ""
     """Name of the disk tier's disk, which workers may share; empty: there is none."""

@@ -40,6 +40,8 @@ class Outcome:
     disk_pages: int = 0
     """Pages that have been read from disks."""
     role_changes: int = 0
+    encoded_images: int = 0
+    """By the encode nodes that are there at the end."""
     rule: str = ""
     """The rule that was broken, in a word or two; empty: none."""
     failure: str = ""
@@ -88,6 +90,7 @@ def run_scenario(scenario: Scenario, max_steps: int | None = None, trace: Trace 
         cluster.borrowed_pages,
         cluster.disk_pages,
         cluster.role_changes,
+        cluster.encoded_images,
         rule,
         failure,
     )

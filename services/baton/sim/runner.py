@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit, StepPlan, StepResult
 from baton.kvcache import NO_PAGE
 from baton.layers.cache_spec import State
 from baton.sim.grammar import SimGrammar, SimMatcher
+from baton.sim.images import SimEncoder
 from baton.sim.model import (
     ENTRY_BYTES,
     ONE,
@@ -65,6 +67,8 @@ class SimLaunchedStep:
     done_at: float = 0.0
     result: StepResult | None = None
     error: str = ""
+    seen: Sequence[tuple[int, ...] | None] = ()
+    """All tokens, as the model sees them, of each row that has tokens of images. Empty: none has."""
     lost: str = ""
     """Why the ranks do not go on together."""
     poison: int = 0
@@ -90,6 +94,7 @@ class SimRunner:
         check_write: Callable[[StepPlan, int], None],
         windows: Windows = ONE,
         heads: tuple[int, int] = (0, 1),
+        encoder: SimEncoder | None = None,
     ) -> None:
         self.max_slots = max_slots
         self.pool = pool
@@ -99,6 +104,7 @@ class SimRunner:
         self._submit = submit
         self._check_write = check_write
         self._windows = windows
+        self._encoder = encoder
         self._last = [0] * max_slots
         self._right: dict[int, int] = {}
         """How many drafts of each slot's last row were right."""
@@ -123,7 +129,9 @@ class SimRunner:
             self.fail_next_launch = False
             raise StepError("no memory left on the device")
         self.plans += 1
-        step = SimLaunchedStep(plan)
+        step = SimLaunchedStep(
+            plan, seen=self._encoder.tokens(plan.rows) if self._encoder is not None else ()
+        )
         self._submit(step)
         return step
 
@@ -147,7 +155,7 @@ class SimRunner:
             return
         self.copy(step.plan)
         self.begin(step)
-        self.write(step.plan)
+        self.write(step.plan, step.seen)
         self.end(step, self.views(step.plan))
 
     def copy(self, plan: StepPlan) -> None:
@@ -169,9 +177,11 @@ class SimRunner:
             if init.last_token is not None:
                 self._last[init.slot] = init.last_token
 
-    def write(self, plan: StepPlan) -> None:
+    def write(self, plan: StepPlan, seen: Sequence[tuple[int, ...] | None] = ()) -> None:
+        """`seen`: as SimLaunchedStep.seen."""
         self._passed.clear()
         inputs = [row.tokens or (self._last[row.slot], *row.drafts) for row in plan.rows]
+        inputs = [tokens or given for given, tokens in zip_longest(inputs, seen)]
         for row, tokens in zip(plan.rows, inputs, strict=True):
             self._write(plan, row, tokens)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from baton.config import DecodeConfig, PrefillConfig
 from baton.gateway.role_balance import RoleBounds
+from baton.sim.encode import EncodeSettings
 from baton.sim.faults import Fault, draw_babbles, draw_faults, draw_hangs
 from baton.sim.model import ONE, POISONS, STATE, VOCAB, Windows, reference
 from baton.sim.process import Machine
@@ -52,6 +53,8 @@ class GatewaySettings:
     """Workers are named that may lend pages of prompts."""
     auto_roles: RoleBounds | None = None
     """None: it changes no worker's role."""
+    image_memory: int = 0
+    """Bytes of pixels that it keeps; 0: no model here sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Scenario:
     decode: Decode
     requests: tuple[RequestSpec, ...]
     faults: tuple[Fault, ...]
+    encode: tuple[EncodeSettings, ...] = ()
 
     @property
     def calm(self) -> float:

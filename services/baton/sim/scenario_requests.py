@@ -9,6 +9,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.rpc.validate import MAX_STOP_TOKENS
 from baton.sim.faults import Fault
 from baton.sim.grammar import SPEC
+from baton.sim.images import SimImage
 from baton.sim.model import POISON, SILENT_POISON, VOCAB, Windows, reference
 
 
@@ -32,6 +33,8 @@ class RequestSpec:
     namespace: str = ""
     resume: bool = True
     """The client prefers a resume to an error."""
+    images: tuple[tuple[int, SimImage], ...] = ()
+    """Images in the prompt, with where they begin; the prompt has what the model takes for their tokens."""
     rests: float = 0.0
     """Seconds that the client reads nothing once there is output."""
 

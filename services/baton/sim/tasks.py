@@ -10,7 +10,7 @@ from baton.sim.world import Actor, World
 
 
 class Future:
-    """Awaited in a Task, which goes on in the call of `done`."""
+    """Awaited in a Task, which goes on in the call of `done`, or in a task of a VirtualLoop."""
 
     def __init__(self) -> None:
         self._waiting: Callable[[], None] | None = None
@@ -21,9 +21,16 @@ class Future:
         if self._waiting is not None:
             self._waiting()
 
-    def __await__(self) -> Generator[Future, None, None]:
-        if not self._done:
+    def __await__(self) -> Generator[Any, None, None]:
+        if self._done:
+            return
+        loop = asyncio._get_running_loop()
+        if loop is None:
             yield self
+            return
+        over = loop.create_future()
+        self._waiting = lambda: None if over.done() else over.set_result(None)
+        yield from over
 
 
 class Task:

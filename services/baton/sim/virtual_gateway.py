@@ -7,6 +7,7 @@ from typing import Any
 
 from baton.authentication.api_keys import ApiKey, Limits
 from baton.config import GatewayConfig
+from baton.gateway.runtime import Cancellable
 from baton.gateway.shell import GatewayShell
 from baton.gateway.tokenizer_client import TokenizerClient
 from baton.sim.tasks import Task, sleep
@@ -50,7 +51,16 @@ class VirtualTokenizer(TokenizerClient):
     ) -> tokenizer_pb2.EncodeResult:
         asking("tokenizer")
         await sleep(self._world, self._actor, self._seconds())
-        return tokenizer_pb2.EncodeResult(token_ids=map(int, given.text.split()))
+        if given.WhichOneof("kind") != "chat":
+            return tokenizer_pb2.EncodeResult(token_ids=map(int, given.text.split()))
+        found = tokenizer_pb2.EncodeResult()
+        for part in (part for message in given.chat.messages for part in message.parts):
+            if part.WhichOneof("kind") == "text":
+                found.token_ids.extend(map(int, part.text.split()))
+            else:
+                found.images.append(len(found.token_ids))
+                found.token_ids.append(0)
+        return found
 
 
 class NotedLog:
@@ -86,5 +96,5 @@ class VirtualGateway(GatewayShell):
     def after(self, seconds: float, function: Callable[[], object]) -> VirtualTimer:
         return VirtualTimer(self.world, self.loop, seconds, function)
 
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Task:
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Cancellable:
         return Task(self.world, self.loop, work)

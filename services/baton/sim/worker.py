@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from baton.config import WorkerConfig
+from baton.engine.image_spans import ImageSpan
 from baton.engine.plan import PlanRow, Runner, StepPlan
+from baton.engine.request import EngineRequest
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_builder import Step
 from baton.engine.step_loop import StepPipeline
@@ -19,25 +20,27 @@ from baton.layers.cache_spec import CacheSpec, State, attention_cache
 from baton.layers.tensor_parallel import Shard
 from baton.rpc.errors import unavailable
 from baton.sim.driver import StepDriver
+from baton.sim.event_loop import VirtualLoop
 from baton.sim.grammar import SimGrammar
 from baton.sim.host_tier import SimHostTier
+from baton.sim.image_requests import SimImages
+from baton.sim.lending import SimLending
 from baton.sim.model import STATE, VOCAB, SimPool
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.process import Machine, SimProcess
 from baton.sim.ranks import SimRanks
 from baton.sim.runner import Killed, SimLaunchedStep, SimRunner
 from baton.sim.scheduler_rules import check_scheduler
-from baton.sim.streams import SimStreams, VirtualPrefillStream
+from baton.sim.streams import SimStreams
 from baton.sim.tasks import Task, sleep
 from baton.sim.transport import SimPull, SimReceiver
 from baton.sim.world import Actor, Violation
 from baton.tracing.recorder import Recorder
-from baton.v1 import common_pb2, node_pb2, prefill_pb2
-from baton.worker.lease_stream import LeaseStream
+from baton.v1 import common_pb2, node_pb2
 from baton.worker.peers import PagePeer
 from baton.worker.ranks.runner import RankedRunner, RanksLost
 from baton.worker.shell import LOST_SECONDS, C, WorkerShell
-from baton.worker.sources.shell import CacheLending, SourcePeers
+from baton.worker.sources.shell import SourcePeers
 
 LEND = "lend"
 """The method Cache.Lend."""
@@ -45,27 +48,6 @@ LEND = "lend"
 
 HOP_SECONDS = 0.0001
 """From one thread of a process to another; the same always, so that calls keep their order."""
-
-
-class SimLending(CacheLending):
-    """While it lies, what it lends is mostly of other tokens than those asked for."""
-
-    def __init__(self, worker: Worker[Any]) -> None:
-        super().__init__(worker, VirtualPrefillStream)
-        self.lies_until = 0.0
-        self._worker = worker
-
-    def handle_command(self, request: prefill_pb2.PrefillRequest, stream: LeaseStream) -> None:
-        world = self._worker.world
-        if request.WhichOneof("kind") == "cached" and world.now < self.lies_until:
-            rng, tree = world.rng(f"lies {self._worker.name}"), self._worker.cache._tree
-            namespace, key = tree.path_key(rng.choice(list(tree._root.subtree())))
-            tokens = array("I", key)[: len(request.cached.token_ids)]
-            if tokens and rng.random() < 0.8:
-                lie = prefill_pb2.CachedPrompt(namespace=namespace, token_ids=tokens)
-                lie.attempt.CopyFrom(request.cached.attempt)
-                request = prefill_pb2.PrefillRequest(cached=lie)
-        super().handle_command(request, stream)
 
 
 class Worker(SimProcess, WorkerShell[C]):
@@ -95,15 +77,24 @@ class Worker(SimProcess, WorkerShell[C]):
         pages = peak(groups, config.kv_tokens, config.page_size, 2 * config.token_budget)
         self.pool = SimPool(pages, config.page_size, machine.heads)
         self.allocator = PageAllocator(pages, self.pool.generations)
-        self.cache = KvCacheManager(self.allocator, PrefixTree(config.page_size, config.eviction, groups))
+        sees = machine.images is not None
+        tree = PrefixTree(config.page_size, config.eviction, groups, images=sees)
+        self.cache = KvCacheManager(self.allocator, tree)
         has_tier = machine.tier_rows and machine.ranks == 1
         self.host_tier = SimHostTier(self, machine.tier_rows, machine.tier_pace) if has_tier else None
-        self.model_info = node_pb2.ModelInfo(context_length=config.kv_tokens, vocab_size=VOCAB, grammars=True)
+        self.model_info = node_pb2.ModelInfo(
+            context_length=config.kv_tokens,
+            vocab_size=VOCAB,
+            grammars=True,
+            images=sees,
+        )
         self.layout = common_pb2.Layout(page_size=config.page_size)
         self.page_bytes = self.pool.page_bytes
         self.device = "cpu"
         self.closed = False
         """It takes no calls."""
+        self.virtual = VirtualLoop(self.world, self.loop, self.clock)
+        self.images = SimImages(self, machine.images) if machine.images is not None else None
         self._before = before
         self.runner = self._make_runner(Shard(0, machine.ranks))
         if before is not None:
@@ -139,6 +130,7 @@ class Worker(SimProcess, WorkerShell[C]):
             self._check_write,
             machine.windows,
             shard.kv_heads(machine.heads),
+            self.images.encoder if self.images is not None else None,
         )
 
     def _make_ranks(self) -> SimRanks:
@@ -201,6 +193,10 @@ class Worker(SimProcess, WorkerShell[C]):
     ) -> None:
         done(SimGrammar())
 
+    def want_images(self, request: EngineRequest, images: tuple[ImageSpan, ...]) -> None:
+        assert self.images is not None, "refused by check_start"
+        self.post(self.images.want, request, images)
+
     def endpoints(self, pool: int = 0) -> list[common_pb2.Endpoint]:
         if "shm" in self.config.transports:
             return [common_pb2.Endpoint(shm=common_pb2.ShmEndpoint(path=self.who))]
@@ -232,13 +228,15 @@ class Worker(SimProcess, WorkerShell[C]):
                 stream.close(unavailable("this node becomes one of the other role", "OTHER_ROLE"))
 
     @property
-    def shared(self) -> tuple[int, int, int, int]:
-        """How many leases it has lent, how many fetches and pulls of cached pages run, and copies between the
-        pool and the host tier."""
+    def shared(self) -> tuple[int, ...]:
+        """How many leases it has lent, how many fetches and pulls of cached pages run, copies between the
+        pool and the host tier, and images that are fetched."""
         sharing = self.core.sharing
         fetches = sharing.borrower.fetches
         copies = self.host_tier.copies if self.host_tier is not None else 0
-        return len(sharing.lender.leases.running), len(fetches.running), len(fetches.pulls), copies
+        lent = len(sharing.lender.leases.running)
+        images = self.images.fetches if self.images is not None else 0
+        return lent, len(fetches.running), len(fetches.pulls), copies, images
 
     def start_steps(self) -> None:
         rng = self.world.rng(f"steps {self.name}")
@@ -375,6 +373,8 @@ class Worker(SimProcess, WorkerShell[C]):
         self.cache.check(idle=True)
         if self.host_tier is not None:
             self.host_tier.check(idle=True)
+        if self.images is not None:
+            self.images.check_idle()
         counts = self.cache.counts()
         if counts.free + counts.cached != counts.total:
             raise Violation(f"quiescence: pages of {self.who}: {counts}")

@@ -256,9 +256,8 @@ def _build_ranked(
     beside = None
     if drafter is not None and isinstance(drafter.drafter, PagedDrafter):
         beside = drafter.drafter  # of a prefill node, which this one is or may become
-    largest = 0 if model.vision is None else most_image_tokens(path, model.vision)
-    most = shape.context_length
-    pages = num_pages(config, part_layout, most, device, measured, together, beside, largest)
+    more = beside, most_image_tokens(path, model.vision)
+    pages = num_pages(config, part_layout, shape.context_length, device, measured, together, *more)
     context = longest(layout.groups, pages, context, size, 2 * config.token_budget)
     pool, published = make_pool(layout, pages, device, kinds, incarnation, ranks.shard)
     published.pages = ranks.pages(published.pages, layout)

@@ -7,6 +7,7 @@ import planted.disk_bugs
 import planted.draft_bugs
 import planted.gateway_bugs
 import planted.host_tier_bugs
+import planted.image_bugs
 import planted.role_bugs
 import planted.source_bugs
 import planted.state_bugs

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -26,8 +26,8 @@ from baton.rpc.errors import (
 )
 from baton.rpc.logs import get_logger
 from baton.tracing.recorder import EventKind, Recorder
-from baton.transport import HostPages, TransportError, open_receiver
-from baton.v1 import encode_pb2, encode_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.transport import HostPages, Receiver, TransportError, open_receiver
+from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.worker.convert import name_to
 from baton.worker.images.channels import Channels
 from baton.worker.images.choice import EncodeChoice
@@ -42,7 +42,10 @@ NOT_THE_NODES = ("PICTURE_GONE", "PICTURES_LOST", "WRONG_PICTURE")
 AVOID_SECONDS = 5.0
 """A node that has failed is not asked for so long."""
 
-_log = get_logger()
+OpenPool = Callable[[Sequence[common_pb2.Endpoint], HostPages, str], Awaitable[Receiver]]
+"""Opens a pool, of which pages are to be copied into the local one, by its endpoints and the address of its
+node. Raises TransportError."""
+
 _Call = ClientStream[encode_pb2.LendRequest, encode_pb2.LendResponse]
 
 
@@ -53,6 +56,16 @@ class Asker:
     name: AttemptName
     trace: str = ""
     """Trace context of the request; empty: it is not traced."""
+
+
+async def _open_pool(
+    kinds: Sequence[str],
+    dial: Dial,
+    endpoints: Sequence[common_pb2.Endpoint],
+    local: HostPages,
+    address: str,
+) -> Receiver:
+    return (await open_receiver(endpoints, local, kinds, address, dial=dial)).receiver
 
 
 NOBODY = Asker(AttemptName(0, 0, 0, 0))
@@ -68,10 +81,13 @@ class EncoderClient:
         kinds: Sequence[str],
         recorder: Recorder,
         choice: EncodeChoice,
+        open_pool: OpenPool | None = None,
     ) -> None:
-        """`tower`: of this worker; `name`: tower_fingerprint; `kinds`: of transports, best first."""
+        """`tower`: of this worker; `name`: tower_fingerprint; `kinds`: of transports, best first;
+        `open_pool`: None: of a process."""
         self.choice = choice
-        self._dial, self._kinds = dial, kinds
+        self.log = get_logger()
+        self._open_pool = open_pool or partial(_open_pool, kinds, dial)
         self._recorder = recorder
         self._channels = Channels(dial)
         self._values, self._dtype = tower.values, tower.dtype
@@ -83,9 +99,10 @@ class EncoderClient:
         """Embeddings in the form of `VisionTower.encode`; None: no node could, or it is sooner here. Images
         are divided among the nodes by their digests, so that one that comes again meets the node that knows
         it."""
+        now = asyncio.get_running_loop().time
         first = sum(image.digest) % len(source.encoders)
         for address in (*source.encoders[first:], *source.encoders[:first]):
-            if time.monotonic() - self._failed.get(address, -AVOID_SECONDS) < AVOID_SECONDS:
+            if now() - self._failed.get(address, -AVOID_SECONDS) < AVOID_SECONDS:
                 continue
             try:
                 async with asyncio.timeout(RUN_SECONDS):
@@ -98,8 +115,8 @@ class EncoderClient:
                 error = deadline_exceeded(f"no embeddings within {RUN_SECONDS:g} s")
             if error.reason in NOT_THE_NODES:
                 return None
-            self._failed[address] = time.monotonic()
-            _log.warning("encode node failed", address=address, reason=error.reason, error=error.message)
+            self._failed[address] = now()
+            self.log.warning("encode node failed", address=address, reason=error.reason, error=error.message)
         return None
 
     async def _sooner_here(self, address: str, image: ImageSpan) -> bool:
@@ -159,10 +176,10 @@ class EncoderClient:
             raise failed_precondition(text, "PROTOCOL")
         memory = torch.empty(len(pages) * per_page, dtype=torch.uint8)
         local = HostPages(memory.numpy().data, per_page)
-        begun = time.monotonic()
+        now = asyncio.get_running_loop().time
+        begun = now()
         try:
-            opened = await open_receiver(ready.endpoints, local, self._kinds, address, dial=self._dial)
-            receiver = opened.receiver
+            receiver = await self._open_pool(ready.endpoints, local, address)
             try:
                 await receiver.pull([(page, number) for number, page in enumerate(pages)])
                 generations = receiver.generations(pages)
@@ -172,7 +189,7 @@ class EncoderClient:
             raise unavailable(f"embeddings cannot be pulled: {error}", "PULL_FAILED") from error
         if generations is not None and generations != list(ready.generations):
             raise unavailable("embeddings were overwritten before they had been copied", "STALE_PAGES")
-        self.choice.pulls.add(image.tokens, max(time.monotonic() - begun, 1e-6))
+        self.choice.pulls.add(image.tokens, max(now() - begun, 1e-6))
         return memory[:size].view(self._dtype).view(ready.parts, ready.tokens, ready.values).to(self._device)
 
     async def close(self) -> None:

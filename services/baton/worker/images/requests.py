@@ -17,14 +17,13 @@ from baton.worker.images.contents import ImageContents
 from baton.worker.images.encoder_client import Asker, EncoderClient
 from baton.worker.shell import WorkerShell
 
-_log = get_logger()
-
 
 class ImageRequests:
     """On the event loop."""
 
     def __init__(self, node: WorkerShell[Any], contents: ImageContents, choice: EncodeChoice) -> None:
         self._node, self.contents, self.choice = node, contents, choice
+        self.log = get_logger()
 
     @classmethod
     def of_engine(cls, node: WorkerShell[Any], engine: Engine, dial: Dial) -> ImageRequests:
@@ -51,6 +50,6 @@ class ImageRequests:
         except BatonError as error:
             outcome = NoImages(error.code.name, error.reason, error.message)
         except Exception as error:
-            _log.exception("images not fetched")
+            self.log.exception("images not fetched")
             outcome = NoImages("INTERNAL", "IMAGES_FAILED", f"{type(error).__name__}: {error}")
         self._node.steps.call(lambda core, now: core.images_fetched(request, outcome))
