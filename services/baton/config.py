@@ -290,6 +290,8 @@ class GatewayConfig(NodeConfig):
     none: no other origin's."""
     siblings: tuple[str, ...] = ()
     """host:port of those gateways' own ports, for `baton status`."""
+    open_metrics: bool = False
+    """/metrics for whoever reaches the port, with --api-keys too: endpoint pickers show no token."""
     tokenizer: tuple[str, ...] = ("127.0.0.1:50051",)
     """Tokenizers: host:port, dns:host:port for all addresses of a name, or file:/path for those in a file, a
     line each. With --etcd those found there are added, and the default is left out."""

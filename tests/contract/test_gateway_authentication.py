@@ -135,6 +135,19 @@ async def test_what_stays_open_tells_nothing(tmp_path):
             assert "baton_requests" in metrics.text
 
 
+async def test_open_metrics_open_nothing_else(tmp_path):
+    """An endpoint picker has neither a key nor a token."""
+    options = {"api_keys": key_file(tmp_path), "cluster_secret_file": private(tmp_path / "secret", SECRET)}
+    async with (
+        ScriptedDecode(saying([40])) as decode,
+        gateway(decode, open_metrics=True, **options) as rig,
+        httpx.AsyncClient(trust_env=False, base_url=rig.http) as http,
+    ):
+        assert "vllm:num_requests_waiting" in (await http.get("/metrics")).text
+        for path in ("/traces", "/v1/models", "/"):
+            assert (await http.get(path)).status_code == 401
+
+
 async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(api_keys, "CHECK_SECONDS", 0.0)
     path = key_file(tmp_path)
@@ -375,12 +388,14 @@ async def test_tls(tmp_path, monkeypatch):
         ({"api_keys": "absent"}, "cannot read"),
         ({"tls_cert": "pem/cert.pem"}, "--tls-key"),
         ({"tls_cert": "pem/cert.pem", "tls_key": "other/key.pem"}, "belong to each other"),
+        ({"open_metrics": True, "metrics_token_file": "token"}, "leave --metrics-token-file out"),
     ],
 )
 async def test_what_a_gateway_does_not_start_with(tmp_path, monkeypatch, capsys, files, words):
     monkeypatch.chdir(tmp_path)
     certificates.make(tmp_path / "pem")
     certificates.make(tmp_path / "other")
+    private(tmp_path / "token", SECRET)
     config = GatewayConfig(**{"http_port": None, **files})
     try:
         assert await serve(config, stop=asyncio.Event()) == 2

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.gateway.cell_metrics import CellCollector, CellLoad, cell_load
 from baton.gateway.routing import Router
+from baton.rpc.metrics import LoadCollector
 from baton.v1 import cache_pb2, common_pb2, node_pb2
 
 
@@ -31,6 +32,17 @@ def test_a_part_of_the_pools_is_in_use():
     assert registry.get_sample_value("vllm:num_requests_waiting") == 6
     labels = {"block_size": "16", "num_gpu_blocks": "80"}
     assert registry.get_sample_value("vllm:cache_config_info", labels) == 1
+
+
+def test_a_node_says_which_part_of_its_pool_is_in_use():
+    """Pages of a pool are those of all its groups; of the available ones each group has as many."""
+    layout = common_pb2.Layout(groups=[common_pb2.KvGroup(), common_pb2.KvGroup()])
+    load, registry = node_pb2.Load(available_pages=10), CollectorRegistry()
+    load.pages.total = 80
+    registry.register(LoadCollector(lambda: "decode", lambda: load, lambda: node_pb2.NodeInfo(layout=layout)))
+    assert registry.get_sample_value("baton_kv_usage", {"role": "decode"}) == 0.75
+    load.pages.total = 0
+    assert registry.get_sample_value("baton_kv_usage", {"role": "decode"}) == 0, "a tokenizer has no pool"
 
 
 def test_without_a_worker_that_serves_there_is_no_room():

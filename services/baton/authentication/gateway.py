@@ -1,8 +1,8 @@
 """Authentication of the gateway: clients by API key, processes and commands of the deployment by the cluster
 secret.
 
-With API keys, `baton.v1.Node`, `baton.v1.Traces`, /metrics and /traces need the cluster secret: no client's
-key drains a gateway.
+With API keys, `baton.v1.Node`, `baton.v1.Traces`, /traces and, without --open-metrics, /metrics need the
+cluster secret: no client's key drains a gateway.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class GatewayAuthentication(ClusterAuthentication):
         self._tls = _read_tls(config)
         limits = Limits(config.max_requests_per_key, config.max_streams_per_key, config.max_prompt_tokens)
         self._metrics_token = read_metrics_token(config)
+        if self._metrics_token and config.open_metrics:
+            raise failed_precondition("--open-metrics asks for no token: leave --metrics-token-file out")
         self.keys = ApiKeys(config.api_keys, limits) if config.api_keys else None
         self._anonymous = ApiKey("", Limits(prompt_tokens=config.max_prompt_tokens))
 
@@ -77,6 +79,8 @@ class GatewayAuthentication(ClusterAuthentication):
 
     def check_metrics(self, header: str) -> None:
         """Raises BatonError unless /metrics is open to whoever shows this."""
+        if self._config.open_metrics:
+            return
         if self._metrics_token:
             if not opens(header, self._metrics_token, self.cluster.secret):
                 text = "send the token of --metrics-token-file, or the cluster secret"

@@ -138,7 +138,7 @@ class LoadCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         try:
-            load, ranks = self._snapshot(), self._info().ranks
+            load, info = self._snapshot(), self._info()
         except Exception:
             return  # rpc.health logs it
         for name, text in COUNTERS.items():
@@ -153,7 +153,14 @@ class LoadCollector(Collector):
             gauge = GaugeMetricFamily(f"baton_{name}_seconds", text, labels=["role"])
             gauge.add_metric([self._role], unit * float(getattr(load, field_name)))
             yield gauge
-        yield from self._ranks(load, ranks)
+        yield from self._ranks(load, info.ranks)
+        usage = GaugeMetricFamily(
+            "baton_kv_usage", "Part of the KV pool that no request could take, 0 to 1.", labels=["role"]
+        )
+        of_a_group = load.pages.total // max(1, len(info.layout.groups))
+        used = max(0.0, 1 - load.available_pages / of_a_group) if of_a_group else 0.0
+        usage.add_metric([self._role], used)
+        yield usage
         for name, text in REASONS.items():
             reasons = CounterMetricFamily(f"baton_{name}", text, labels=["role", "reason"])
             for reason, count in sorted(getattr(load, name).items()):
