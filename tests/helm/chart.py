@@ -27,6 +27,8 @@ class Rendered:
 
     release: str
     documents: list[Document]
+    text: str
+    """Of which they were read."""
     notes: str
     error: str
 
@@ -94,14 +96,16 @@ def ask_helm(jobs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[Docume
 
 
 def _rendered(release: str, answer: Mapping[str, Any]) -> Rendered:
-    documents: list[Document] = []
+    texts: list[str] = []
     notes = ""
     for path, text in answer.get("files", {}).items():
         if path.endswith("NOTES.txt"):
             notes = text
         else:
-            documents += filter(None, yaml.load_all(text, UniqueKeys))
-    return Rendered(release, documents, notes, answer.get("error", ""))
+            texts.append(text)
+    whole = "\n---\n".join(texts)
+    documents = [each for each in yaml.load_all(whole, UniqueKeys) if each]
+    return Rendered(release, documents, whole, notes, answer.get("error", ""))
 
 
 class UniqueKeys(yaml.SafeLoader):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from chart import ROOT, member, selects
+from chart import NAMESPACE, ROOT, member, selects
+from prometheus_client import CollectorRegistry
 
-from baton.rpc.metrics import GAUGES, SECONDS
+from baton.rpc.metrics import LoadCollector
+from baton.v1 import node_pb2
 
 CALLS = {
     ("gateway", "tokenizer"),
@@ -102,7 +104,7 @@ def test_gateways_clients_can_be_named(helm):
 def test_replicas_are_the_autoscalers_where_there_is_one(rendered):
     scaled = {
         each["spec"]["scaleTargetRef"]["name"]: each
-        for each in rendered.of("HorizontalPodAutoscaler").values()
+        for each in (rendered.of("HorizontalPodAutoscaler") | rendered.of("ScaledObject")).values()
     }
     for name, document in rendered.workloads().items():
         assert ("replicas" in document["spec"]) == (name not in scaled)
@@ -114,14 +116,36 @@ def test_replicas_are_the_autoscalers_where_there_is_one(rendered):
 
 def test_autoscaling_goes_by_metrics_that_workers_have(helm):
     found = helm[1]["everything"].of("HorizontalPodAutoscaler")
-    metrics = {name: each["spec"]["metrics"][0]["pods"]["metric"]["name"] for name, each in found.items()}
-    assert metrics == {"baton-prefill": "baton_waiting", "baton-decode": "baton_wait_seconds"}
-    assert {metric.removeprefix("baton_") for metric in metrics.values()} <= {
-        *GAUGES,
-        *(f"{name}_seconds" for name, _, _ in SECONDS.values()),
+    metrics = {
+        name: [each["pods"]["metric"]["name"] for each in document["spec"]["metrics"]]
+        for name, document in found.items()
     }
+    assert metrics == {
+        "baton-prefill": ["baton_waiting"],
+        "baton-decode": ["baton_kv_usage", "baton_wait_seconds"],
+    }
+    exposed = CollectorRegistry()
+    exposed.register(LoadCollector(lambda: "decode", node_pb2.Load, node_pb2.NodeInfo))
+    names = {family.name for family in exposed.collect()}
+    assert names > {name for some in metrics.values() for name in some}
     assert found["baton-prefill"]["spec"]["maxReplicas"] == 3
     assert not helm[1]["defaults"].of("HorizontalPodAutoscaler")
+
+
+def test_keda_asks_prometheus_for_the_same_metrics(helm):
+    rendered = helm[1]["pool"]
+    assert not rendered.of("HorizontalPodAutoscaler")
+    asked = {
+        name: {
+            each["metadata"]["query"]: each["metadata"]["threshold"] for each in document["spec"]["triggers"]
+        }
+        for name, document in rendered.of("ScaledObject").items()
+    }
+    decode = f'{{namespace="{NAMESPACE}",pod=~"baton-a-decode-.+"}}'
+    assert asked == {
+        "baton-a-prefill": {f"sum(baton_waiting{decode.replace('decode', 'prefill')})": "4"},
+        "baton-a-decode": {f"sum(baton_wait_seconds{decode})": "0.5", f"sum(baton_kv_usage{decode})": "0.8"},
+    }
 
 
 def test_volumes_are_mounted_and_mounts_have_volumes(rendered):

@@ -82,6 +82,40 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
             "networkPolicy": {"metrics": [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]},
         },
     ),
+    "pool": (
+        "baton-a",
+        {
+            "inferencePool": {
+                "name": "llm",
+                "endpointPicker": {"failureMode": "FailOpen"},
+                "route": {
+                    "parentRefs": [{"name": "public", "namespace": "gateways", "sectionName": "https"}],
+                    "hostnames": ["llm.example.org"],
+                },
+            },
+            "gateway": {"replicas": 1},
+            "apiKeys": {"existingSecret": "our-keys"},
+            "workers": {"autoscaling": {"enabled": True, "prometheus": "http://prometheus.monitoring:9090"}},
+        },
+    ),
+    "cell": (
+        "baton-b",
+        {
+            "inferencePool": {"name": "llm", "create": False},
+            "gateway": {"replicas": 1},
+            "apiKeys": {"existingSecret": "our-keys"},
+        },
+    ),
+    "route": (
+        "baton",
+        {
+            "inferencePool": {
+                "name": "others",
+                "create": False,
+                "route": {"parentRefs": [{"name": "public"}]},
+            }
+        },
+    ),
 }
 """Name -> release name and values."""
 
@@ -92,7 +126,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "containers": {"workers": {"pod": {"containers": []}}},
     "pullPolicy": {"image": {"pullPolicy": "sometimes"}},
     "drainSeconds": {"gateway": {"drainSeconds": "long"}},
-    "target": {"decode": {"autoscaling": {"target": "soon"}}},
+    "metrics": {"decode": {"autoscaling": {"metrics": {"baton_waiting": "soon"}}}},
+    "inferencePool": {"inferencePool": {"name": "Not a name"}},
     "maxUnavailable": {"decode": {"disruption": {"maxUnavailable": 0}}},
     "hosts": {"decode": {"hosts": 0}},
     "nnodes": {"decode": {"options": {"nnodes": 2}}},

@@ -13,6 +13,9 @@ The image's entry point stays: it gives the process an id that no other pod's ha
 metadata:
   labels:
     {{- include "baton.labels" . | nindent 4 }}
+    {{- if and (eq .role "gateway") $values.inferencePool.name }}
+    app.kubernetes.io/part-of: {{ $values.inferencePool.name }}
+    {{- end }}
   {{- with $it.annotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
