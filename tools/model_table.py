@@ -52,31 +52,6 @@ LIMIT = 1e-3
 BEGIN, END = "<!-- made by tools/model_table.py -->\n", "<!-- end -->\n"
 OWN, THEIRS = "Baton's own code", "transformers' code"
 REFUSED, UNCOMPARED, FAULT = "refused", "not compared", "FAULT"
-
-KINDS = tuple(
-    (re.compile(pattern), general)
-    for pattern, general in (
-        ("no small model could be made", "doctor accepts it, no small model could be made"),
-        ("its attention is not causal", "its attention is not causal, or has a mask of its own"),
-        ("does not run with paged attention", "does not run with paged attention"),
-        ("transformers cannot make the model", "transformers cannot make a model of its defaults"),
-        (
-            "no default configuration|Multiple valid text configs|Config' object has no"
-            "|instances of 'int' and 'NoneType'",
-            "no default configuration that can be used",
-        ),
-        ("layers attend|attends more than once|attend outside", "its layers attend otherwise than once each"),
-        ("that its attention function is not told of", "its attention is not told of its layers' kinds"),
-        ("heads of different", "layers with heads of different sizes"),
-        ("no layer attends to tokens", "recurrent layers alone, as transformers' defaults have them"),
-        (
-            "over the paged pool its logits differ",
-            "over the paged pool its logits differ (found when it is loaded)",
-        ),
-        ("holds unexpected tensor", "its checkpoint holds unexpected tensors"),
-    )
-)
-"""Reasons that differ from one architecture to the next, and what they have in common."""
 _WIDTH = re.compile(
     r"hidden_size.*|.*intermediate_size.*|(.*_)?(dim|rank|width)|d_(model|ff|kv|inner)|.*ffn_.*dim.*|n_embd|n_inner"
     r"|(.*_)?hidden_size|mamba_d_head|mrope_section"
@@ -337,13 +312,11 @@ def grouped(answered: Iterable[tuple[str, Verdict]]) -> Iterator[str]:
     for architecture, found in answered:
         if found.by == UNCOMPARED and architecture in compared:
             continue  # by another of its model types
-        why = short(found.why)
-        why = next((general for kind, general in KINDS if kind.search(why)), why)
+        why = "" if found.by == REFUSED else short(found.why).split(": ")[0]  # doctor says why
         groups.setdefault(f"{found.by}: {why}" if why else found.by, {})[architecture] = None
     for words, names in groups.items():
         if names:
-            many = words.startswith(REFUSED) and len(names) > 3  # doctor says which
-            listed = str(len(names)) if many else ", ".join(f"`{name}`" for name in names)
+            listed = str(len(names)) if words == REFUSED else ", ".join(f"`{name}`" for name in names)
             line = f"- **{words}**: {listed}"
             yield from textwrap.wrap(line, 140, subsequent_indent="  ", break_long_words=False)
 
