@@ -51,8 +51,8 @@ def stamped(file: int) -> None:
         if any(isinstance(output, FirstSampled) for _, output in self.leases.outputs):
             stamp("read", now)
 
-    def events_of(output: Any, chunk_groups: bool) -> Iterator[Any]:
-        made = _events_of(output, chunk_groups)
+    def events_of(output: Any) -> Iterator[Any]:
+        made = _events_of(output)
         if isinstance(output, FirstSampled):
             stamp("sent")
         return made

@@ -268,12 +268,10 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("understood", [True, False])
-def test_chunks_are_announced_as_the_caller_understands_them(understood, groups):
-    """Nodes of older versions say and understand another form: in it the first KV group is no GroupPages."""
+def test_chunks_are_announced_by_kv_group(groups):
     node, others = Prefill(PrefillConfig()), OTHERS[: groups - 1]
     node.make_stream = LeaseStream
-    caller = node.open(prefill_pb2.PrefillHello(incarnation=3, chunk_groups=understood))
+    caller = node.open(prefill_pb2.PrefillHello(incarnation=3))
     of_groups = [
         GroupPages(each["first_page"], tuple(each.get("page_ids", ())), tuple(each.get("generations", ())))
         for each in (OWN, *others)
@@ -281,8 +279,7 @@ def test_chunks_are_announced_as_the_caller_understands_them(understood, groups)
     chunk = ChunkAnnounced(AttemptName(1, 2, 3, 4), tuple(of_groups), True, 6)
     node._deliver({caller: [chunk]})
     (event,) = events(caller)
-    said = {"groups": [OWN, *others]} if understood else {**OWN, "more": others}
-    assert event.chunk == prefill_pb2.ChunkReady(last=True, step=6, **said)
+    assert event.chunk == prefill_pb2.ChunkReady(last=True, step=6, groups=[OWN, *others])
     assert list(events_from(prefill_pb2.PrefillResponse(events=[event]), 100, {})) == [chunk]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from baton.engine.sampling_params import SamplingParams
@@ -33,8 +33,6 @@ from baton.worker.convert import (
 )
 from baton.worker.hidden_states import HiddenForm
 from baton.worker.images.spans import images_to, plain_tokens
-
-_AnyGroup = prefill_pb2.GroupPages | prefill_pb2.ChunkReady
 
 
 def request_for(effect: object, ahead: bool) -> prefill_pb2.PrefillRequest:
@@ -132,9 +130,8 @@ def events_from(
         kind = event.WhichOneof("kind")
         if kind == "chunk":
             chunk = event.chunk
-            # Nodes of older versions have the first group's fields in the chunk itself.
-            groups: Sequence[_AnyGroup] = chunk.groups or (chunk, *chunk.more)
-            yield ChunkAnnounced(name, tuple(map(_group, groups)), chunk.last, chunk.step, chunk.content)
+            groups = tuple(map(_group, chunk.groups))
+            yield ChunkAnnounced(name, groups, chunk.last, chunk.step, chunk.content)
         elif kind == "first":
             first = event.first
             check_token_ids([t.token_id for t in first.tokens], vocab_size, "first.tokens")
@@ -158,5 +155,5 @@ def events_from(
             yield PrefillFailed(name, error.code.name, error.reason, error.message)
 
 
-def _group(message: _AnyGroup) -> GroupPages:
+def _group(message: prefill_pb2.GroupPages) -> GroupPages:
     return GroupPages(message.first_page, tuple(message.page_ids), tuple(message.generations))

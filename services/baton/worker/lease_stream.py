@@ -27,8 +27,6 @@ class LeaseStream(CallerStream):
     def __init__(self, incarnation: int) -> None:
         super().__init__(incarnation, Outbox(_merge, size_of=byte_size))
         self.names = RecentNames()
-        self.chunk_groups = False
-        """See PrefillHello."""
         self.hidden_layers: tuple[int, ...] = ()
         """HiddenTap.layers that the caller wants with first tokens."""
         self.drafts = False
@@ -50,19 +48,14 @@ def _merge(
     return unsent
 
 
-def events_of(output: PrefillOutput, chunk_groups: bool) -> Iterator[prefill_pb2.PrefillEvent]:
-    """More than one where log-probabilities are too large for one message.
-
-    chunk_groups: as in PrefillHello."""
+def events_of(output: PrefillOutput) -> Iterator[prefill_pb2.PrefillEvent]:
+    """More than one where log-probabilities are too large for one message."""
     event = prefill_pb2.PrefillEvent(attempt=name_to(output.name))
     if isinstance(output, ChunkAnnounced):
         chunk = event.chunk
         chunk.last, chunk.step, chunk.content = output.last, output.step, output.content
-        for number, each in enumerate(output.groups):
-            of_group = chunk.groups.add() if chunk_groups else chunk.more.add() if number else chunk
-            of_group.first_page = each.first
-            of_group.page_ids.extend(each.pages)
-            of_group.generations.extend(each.generations)
+        for each in output.groups:
+            chunk.groups.add(first_page=each.first, page_ids=each.pages, generations=each.generations)
     elif isinstance(output, FirstSampled):
         *first, last = cut(prompt_logprobs_to(output.prompt_logprobs or None))
         for run in first:

@@ -217,9 +217,7 @@ class PagePeer:
         self.link.send(request_for(effect, ahead))
 
     def hello(self) -> prefill_pb2.PrefillRequest:
-        hello = prefill_pb2.PrefillHello(
-            incarnation=self._node.incarnation, layout=self._node.layout, chunk_groups=True
-        )
+        hello = prefill_pb2.PrefillHello(incarnation=self._node.incarnation, layout=self._node.layout)
         if self._node.hidden_form is not None:
             hello.hidden_layers.extend(layers_to(self._node.hidden_form.layers))
         if self._node.draft_layout is not None:

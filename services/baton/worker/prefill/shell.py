@@ -58,7 +58,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
     def _deliver(self, outputs: LeaseOutputs) -> None:
         for holder, sent in outputs.items():
             assert isinstance(holder, LeaseStream)
-            events = chain.from_iterable(events_of(output, holder.chunk_groups) for output in sent)
+            events = chain.from_iterable(events_of(output) for output in sent)
             if not holder.put(prefill_pb2.PrefillResponse(events=events)):
                 self.drop(holder)
 
@@ -72,7 +72,6 @@ class PrefillShell(WorkerShell[PrefillCore]):
         self.require_turning()
         layers = layers_from(hello.hidden_layers)
         stream = self.make_stream(hello.incarnation)
-        stream.chunk_groups = hello.chunk_groups
         stream.drafts = self.has_drafts_of(hello)
         if self.device == "cpu" or stream.drafts:  # a CUDA graph leaves those of its own drafter
             stream.hidden_layers = layers

@@ -47,7 +47,7 @@ class CacheLending:
     def deliver(self, outputs: LeaseOutputs) -> None:
         for holder, sent in outputs.items():
             assert isinstance(holder, LeaseStream)
-            events = [event for output in sent for event in events_of(output, chunk_groups=True)]
+            events = [event for output in sent for event in events_of(output)]
             if not holder.put(prefill_pb2.PrefillResponse(events=events)):
                 self.drop(holder)
 
