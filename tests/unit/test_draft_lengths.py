@@ -60,8 +60,8 @@ def cost(row):
 class Node:
     """Steps of rows whose drafts are right with a chance, on a machine whose times are those of `cost`."""
 
-    def __init__(self, cost, rows, chance, padding=None, told=None):
-        self.lengths = DraftLengths(padding)
+    def __init__(self, cost, rows, chance, padding=None, told=None, computes=False):
+        self.lengths = DraftLengths(padding, computes)
         self.lengths.times.cost = told if told is not None else cost
         self.cost, self.padding, self.rng = cost, padding, random.Random(1)
         self.rows = [RowDrafts() for _ in range(rows)]
@@ -70,6 +70,7 @@ class Node:
         self.seconds = 0.0
         self.tokens = 0
         self.drafted = 0
+        self.asked = 0
 
     def time(self, drafts, longest):
         tokens = len(self.rows) + drafts
@@ -79,7 +80,8 @@ class Node:
 
     def turn(self, fixed=None):
         self.step += 1
-        asked = [row for row in self.rows if self.step >= row.until]
+        asked = [row for row in self.rows if self.step >= (row.until or self.lengths.until)]
+        self.asked += len(asked)
         if fixed is None:
             drafts = [(row, KIND, 7) for row in asked]
             counts = self.lengths.choose(drafts, len(self.rows), 10**6, 0, 0, self.step)
@@ -108,6 +110,21 @@ class Node:
 def test_as_good_as_the_best_fixed_length(rows, chance, padding):
     fixed = max(Node(cost(0.01), rows, chance, padding).rate(60, n) for n in (0, 1, 3, 5, 7))
     assert Node(cost(0.01), rows, chance, padding).rate(1500 if rows < 64 else 400) >= 0.95 * fixed
+
+
+def test_new_rows_are_not_asked_for_what_others_were_asked_in_vain():
+    """Of a drafter that computes; in time they are asked again, and drafts that would pay are found."""
+    node = Node(cost(0.02), 4, 0.0, computes=True)
+    for step in range(1200):
+        if step % 6 == 0:  # a request has 24 tokens
+            node.rows[step // 6 % 4] = RowDrafts()
+        if step == 200:
+            node.asked = 0
+        if step == 1000:
+            assert 4 <= node.asked < 0.06 * 4 * 800
+            node.chance, node.drafted = 0.9, 0
+        node.turn()
+    assert node.drafted > 1000
 
 
 @pytest.mark.parametrize("padding", [None, graph_tokens])

@@ -15,6 +15,7 @@ import torch
 from baton.bench.workload import Job
 from baton.config import WorkerConfig
 from baton.engine.draft.base import Drafter
+from baton.engine.draft.length import DraftLengths
 from baton.engine.model_runner import ModelRunner
 from baton.engine.request import EngineRequest, FailedEvent, TokenEvent
 from baton.engine.sampling_params import SamplingParams
@@ -114,9 +115,11 @@ class EngineBench:
         progress: EngineProgress = lambda tokens: None,
         drafter: Drafter | None = None,
         draft_tokens: int = 0,
+        lengths: DraftLengths | None = None,
     ) -> EngineRun:
-        """Runs all jobs at once on an empty cache. Raises BatonError if one fails."""
-        scheduler = self._scheduler(jobs, temperature, drafter, draft_tokens)
+        """Runs all jobs at once on an empty cache. `lengths`: each step chooses how many drafts rows have and
+        learns; None: as many as there are. Raises BatonError if one fails."""
+        scheduler = self._scheduler(jobs, temperature, drafter, draft_tokens, lengths)
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
         gc.collect()
@@ -124,12 +127,15 @@ class EngineBench:
         timer = _StepTimer(len(jobs), progress)
         runner, overlap = self.engine.runner, self.engine.overlap
         pending: tuple[Step, Any] | None = None
+        ended, begun = 0.0, dict[int, float]()
         while scheduler.requests:
             t0 = timer.clock()
             step = scheduler.plan()
             t1 = timer.clock()
             launched = (step, runner.launch(step.plan)) if step is not None else None
             t2 = timer.clock()
+            if step is not None:
+                begun[step.plan.number] = t1
             if not overlap:
                 pending, launched = launched, None
             if pending is not None:
@@ -140,7 +146,8 @@ class EngineBench:
                 t3 = timer.clock()
                 result = runner.read(launched_step)
                 t4 = timer.clock()
-                scheduler.commit(done, result)
+                scheduler.commit(done, result, t4 - max(ended, begun.pop(done.plan.number)))
+                ended = t4
                 events = scheduler.take_events()
                 t5 = timer.clock()
                 read = t4 - t3 if event is not None or not overlap else None
@@ -149,7 +156,12 @@ class EngineBench:
         return timer.end()
 
     def _scheduler(
-        self, jobs: Sequence[Job], temperature: float, drafter: Drafter | None, draft_tokens: int
+        self,
+        jobs: Sequence[Job],
+        temperature: float,
+        drafter: Drafter | None,
+        draft_tokens: int,
+        lengths: DraftLengths | None,
     ) -> Scheduler:
         pages, layout = PageAllocator(self.engine.pool.num_pages), self.engine.pool.layout
         cache = KvCacheManager(pages, PrefixTree(layout.page_size, groups=layout.groups))
@@ -159,8 +171,12 @@ class EngineBench:
             max_rows=self.config.max_rows,
             max_waiting=len(jobs),
             draft_tokens=draft_tokens,
+            draft_adaptive=lengths is not None,
+            draft_padding=self.engine.device.type != "cpu",
         )
         scheduler = Scheduler(cache, config, drafter=drafter)
+        if lengths is not None and scheduler.drafts is not None:
+            scheduler.drafts.lengths, lengths.until = lengths, 0  # its steps are counted anew
         for key, job in enumerate(jobs):
             params = SamplingParams(temperature=temperature, max_tokens=job.output_tokens, seed=job.seed)
             scheduler.submit(EngineRequest(key, tuple(job.prompt), params))

@@ -199,6 +199,10 @@ class DraftLengths:
         """(kind, index in the row) -> the drafts there, if those before them were right."""
         self._purse = 0.0
         """Seconds that may be spent on drafts that are not expected to pay."""
+        self._pause = 0
+        """Steps for which rows were last not asked, because no row's drafts paid."""
+        self.until = 0
+        """The step before which no row is asked: the last were in vain."""
 
     def choose(
         self,
@@ -227,13 +231,16 @@ class DraftLengths:
         best = 0
         if times.seen(False, rows):
             best, rate = best_level(levels, rows, room, seconds)
+            if self._computes:
+                self._pause = 0 if best else min(LONGEST_PAUSE, 2 * self._pause + 1)
+                self.until = 0 if best else step + 1 + self._pause
             best += self._probes(levels, best, rate, rows, room, seconds)
         lengths: list[int] = levels.lengths(best, counts).tolist()
         most = LONGEST_PAUSE if self._computes else min(LONGEST_PAUSE, rows // 4)
         for (row, _, _), length in zip(drafts, lengths, strict=True):
             row.taken = length
             row.pause = 0 if length else min(most, 2 * row.pause + 1)
-            row.until = step + 1 + row.pause
+            row.until = max(step + 1 + row.pause, self.until)
         return lengths
 
     def _probes(self, levels: Levels, best: int, rate: float, rows: int, room: int, seconds: Floats) -> bool:

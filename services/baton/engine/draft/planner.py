@@ -99,7 +99,7 @@ class DraftPlanner:
         if self._states:
             most = min(most, State.most_drafts(sequence.computed + 1, self._page_size))
         if config.draft_adaptive:
-            if step < row.until:
+            if step < (row.until or self.lengths.until):
                 return 0
             if self.drafter.computes:
                 most = min(most, row.taken + 2)
