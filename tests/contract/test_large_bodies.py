@@ -149,6 +149,7 @@ async def costs(address: str, path: str, body: bytes) -> tuple[int, float, int]:
     return status, stood, memory("VmHWM") - before
 
 
+@pytest.mark.thorough
 async def test_the_loop_goes_on_and_memory_stays_in_proportion():
     exceeded = {}
     async with ScriptedDecode(saying([40])) as decode, gateway(decode, max_message_bytes=LIMIT) as rig:

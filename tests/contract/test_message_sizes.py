@@ -405,6 +405,10 @@ CASES = {
 }
 
 
+STREAMS = ("Inference.Generate", "Decode.Generate", "Prefill.Run")
+"""Those of `make test`."""
+
+
 def test_every_method_is_here():
     pool, methods = descriptor_pool.Default(), set()
     for name in ("cache", "decode", "inference", "node", "prefill", "tokenizer", "trace"):
@@ -414,6 +418,9 @@ def test_every_method_is_here():
     assert MAX_ANSWER_BYTES + 2**17 < 4 * 2**20
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(each, marks=() if each in STREAMS else pytest.mark.thorough) for each in CASES],
+)
 async def test_a_stock_client_reads_every_answer(method):
     await CASES[method]()

@@ -70,6 +70,7 @@ def test_gateways_that_change_roles_break_no_rule():
     assert sum(outcome.role_changes for outcome in outcomes) >= 6
 
 
+@pytest.mark.thorough
 def test_figures_that_are_wrong_break_no_rule(monkeypatch):
     """What a gateway believes of nodes and caches costs time at worst."""
     rng = random.Random(7)
@@ -220,7 +221,7 @@ print(run_scenario(make_scenario({seed}), trace=lambda line: sys.stdout.write(li
     return done.stdout
 
 
-@pytest.mark.parametrize("seed", [3, 5, 21])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (5, 21))])
 def test_a_seed_replays_byte_for_byte_in_another_process(seed):
     first = _trace(seed, "1")
     assert first == _trace(seed, "2")
@@ -343,6 +344,7 @@ def test_reference_stops_after_a_stop_token():
     assert SimPool(2, 4).read(1, 0, 4) == b"\xee" * 4
 
 
+@pytest.mark.thorough
 def test_a_killed_run_leaves_nothing():
     """Its processes hold none of its descriptors, and end with it."""
     run = textwrap.dedent("""

@@ -227,7 +227,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert counts.quarantined == len(self.quarantined)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(each, marks=() if each == "lru" else pytest.mark.thorough) for each in sorted(POLICIES)],
+)
 def test_against_the_model(policy: str) -> None:
     run_state_machine_as_test(
         lambda: CacheMachine(policy),

@@ -233,6 +233,7 @@ def test_doctor_finds_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check.verdict for check in ports()] == ["ok"]
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_one_line() -> None:
     for arguments in (["plan", "--help"], ["doctor"]):
         with Path("/dev/full").open("w") as full:

@@ -34,7 +34,7 @@ def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "command",
     [
         [*SERVE, "tokenizer", "--help"],
-        [SCRIPT, "sim", "--seeds", "0-1"],
+        pytest.param([SCRIPT, "sim", "--seeds", "0-1"], marks=pytest.mark.thorough),
         pytest.param(
             [SCRIPT, "bench", "kv", "--device", "cpu", "--tokens", "16", "--repeats", "1"],
             marks=pytest.mark.thorough,

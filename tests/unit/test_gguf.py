@@ -95,6 +95,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     ),
 }
 """Name -> variant of random_checkpoints, type of tensors, options that differ, whether the file is old."""
+QUICK = ("smollm", "llama3", "phi3", "mixtral", "gemma3", "gpt-oss", "deepseek-v2", "deepseek-v2-old")
+"""Those of `make test`."""
 
 
 def filled(path):
@@ -140,7 +142,9 @@ def same_rope(found, expected):
         assert ours.scale == pytest.approx(theirs.scale, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in FAMILIES]
+)
 def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(name, tmp_path, monkeypatch):
     monkeypatch.setattr("baton.models.gguf_checkpoint.PIECE", 1000)  # several pieces a matrix
     variant, kind, options, old = FAMILIES[name]

@@ -389,7 +389,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.thorough), 3])
 @pytest.mark.parametrize("end", [*ENDS, "caller gone"])
 def test_an_ended_request_is_not_left_to_the_garbage_collector(end, n, monkeypatch):
     """It holds its prompt; and what is left to it are pauses in which no step is launched."""

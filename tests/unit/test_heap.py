@@ -35,6 +35,7 @@ def faults(how: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")
 def test_steps_allocate_without_page_faults():
     kept = faults("kept")

@@ -123,12 +123,14 @@ def test_every_test_runs_once_and_is_reported(folder: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_no_more_begin_after_a_failure_that_is_the_last(folder: Path) -> None:
     done = run(folder, "--lanes", "1", "-x", "test_bad.py", "test_good.py", "test_more.py")
     assert done.returncode == 1 and "1 failed" in done.stdout.splitlines()[-1], done.stdout
     assert "test_more.py" not in done.stdout
 
 
+@pytest.mark.thorough
 def test_repeats_limits_and_warnings_are_as_without_lanes(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["lanes"]\n')
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
@@ -170,6 +172,7 @@ def test_passes():
 """
 
 
+@pytest.mark.thorough
 def test_what_failed_runs_once_more_and_is_named_as_flaky_if_it_passes(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["lanes"]\n')
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
@@ -202,6 +205,7 @@ def test_it():
 """
 
 
+@pytest.mark.thorough
 def test_files_that_took_longest_come_first_and_what_they_took_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["lanes"]\n')
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")

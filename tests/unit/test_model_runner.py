@@ -54,7 +54,7 @@ def run_mixed(driver, prompts, chunk, outputs):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("chunk", [16, 1000])
+@pytest.mark.parametrize("chunk", [16, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_logits_and_greedy_tokens_equal_transformers(checkpoints, variant, chunk):
     path, model = checkpoints(variant)
     prompts = random_prompts(5, 16, 33, 70, 1)

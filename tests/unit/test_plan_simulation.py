@@ -117,6 +117,7 @@ def test_a_queue_of_one_server_is_that_of_theory():
     assert found.decode.busy == pytest.approx(load, rel=0.03)
 
 
+@pytest.mark.thorough
 def test_more_load_waits_longer_and_more_nodes_less():
     lengths = (Lengths(200, 600), Lengths(10, 60))
     light, heavy = (poisson(rate, *lengths, 150, 1, 2048) for rate in (4, 14))
