@@ -41,16 +41,20 @@ def compare(shape: str, folder: Path, requests: int, output: int, options: dict[
     tokens = range(256, engine.model_info.vocab_size // 2)
     prompts = [rng.choices(tokens, k=rng.randrange(100, CONTEXT - output)) for _ in range(requests)]
     params = [SamplingParams(temperature=0.0, max_tokens=output)] * requests
-    computed, cached = (
-        generate(engine.runner, engine.cache, prompts, params, budget=engine.config.token_budget)
-        for _ in range(2)
-    )
+    runs, found = [], 0
+    for _ in range(2):
+        found = sum(engine.cache.match_length(prompt) for prompt in prompts)
+        budget = engine.config.token_budget
+        runs.append(generate(engine.runner, engine.cache, prompts, params, budget=budget))
     engine.close()
+    computed, cached = runs
     firsts = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
         for one, other in zip(computed, cached, strict=True)
     ]
-    return {"shape": shape, "streams": requests, "output": output, "first_differing_tokens": firsts}
+    share = found / sum(map(len, prompts))
+    about = {"shape": shape, "streams": requests, "output": output, "cached_share": share}
+    return {**about, "first_differing_tokens": firsts}
 
 
 def main() -> int:
@@ -74,7 +78,8 @@ def main() -> int:
             found = compare(shape, Path(folder), args.requests, args.output, options)
         results.append(found)
         different = sum(first is not None for first in found["first_differing_tokens"])
-        print(f"{shape}: {different} of {args.requests} streams of {args.output} tokens differ", flush=True)
+        streams = f"{different} of {args.requests} streams of {args.output} tokens differ"
+        print(f"{shape}: {streams}, {found['cached_share']:.0%} of the prompts were cached", flush=True)
     save_results(args, {"options": options, "results": results})
     wrong = any(first is not None for each in results for first in each["first_differing_tokens"])
     return int(args.batch_invariant and wrong)

@@ -87,7 +87,7 @@ def stamped(file: int) -> None:
     peers.events_from = events_from  # type: ignore[attr-defined]
     PullTask._copied = copied  # type: ignore[method-assign]
     StepPipeline._launch = launch  # type: ignore[method-assign]
-    engine.layout_message = lambda layout, fingerprint, scales: _layout(layout, "", scales)
+    engine.layout_message = lambda layout, fingerprint, *more: _layout(layout, "", *more)
 
 
 if __name__ == "__main__":
