@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from baton.attention.registry import BACKENDS
-from baton.cli.config_fields import ROLES, as_flags, build, fields_of, given
+from baton.cli.config_fields import ROLES, as_flags, build, explicit_fields, fields_of
 from baton.cli.options import config_file_option, config_options
 from baton.cli.serve import DEFAULT_PORTS, MODULES, serve
 from baton.cli.up import settings_by_role, up
@@ -197,8 +197,9 @@ def test_flags_for_a_child_round_trip(role: str) -> None:
     assert parse(role, *as_flags(ROLES[role], changed)) == ROLES[role](**changed)
 
 
-def test_given_leaves_out_what_was_not() -> None:
-    assert given(DecodeConfig, {"model": None, "prefill": (), "kv_tokens": 5, "other": 1}) == {"kv_tokens": 5}
+def test_fields_that_were_not_given_are_left_out() -> None:
+    values = {"model": None, "prefill": (), "kv_tokens": 5, "other": 1}
+    assert explicit_fields(DecodeConfig, values) == {"kv_tokens": 5}
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -95,8 +95,8 @@ async def _read(request: Request, limit: int) -> bytearray:
     """The body. Raises ApiError: 415, 413, 408 or 499."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        given = content_type[:80] or "absent"
-        raise ApiError(415, f"the content type must be application/json, not {given}")
+        received = content_type[:80] or "absent"
+        raise ApiError(415, f"the content type must be application/json, not {received}")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise ApiError(415, f"the content encoding {encoding[:80]} is not supported: send the body as it is")

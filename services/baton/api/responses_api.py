@@ -50,12 +50,12 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             raise ApiError(400, text, "previous_response_id", "previous_response_failed")
         return found.conversation
 
-    def resolved(given: list[InputItem], owner: bytes) -> list[InputItem]:
+    def resolved(asked: list[InputItem], owner: bytes) -> list[InputItem]:
         """With what references name in their place, where it is stored here; each item once. An item's id has
         that of its response."""
         items: list[InputItem] = []
         stored: dict[str, dict[str, Json]] = {}
-        for item in given:
+        for item in asked:
             if not isinstance(item, ReferenceItem):
                 items.append(item)
                 continue

@@ -150,7 +150,7 @@ def custom_arguments(text: str) -> str:
 def _input(arguments: str) -> str:
     """All that the model wrote, where it is not the one argument."""
     try:
-        given = json.loads(arguments)[INPUT]
+        text = json.loads(arguments)[INPUT]
     except (ValueError, KeyError, TypeError):
         return arguments
-    return given if isinstance(given, str) else arguments
+    return text if isinstance(text, str) else arguments

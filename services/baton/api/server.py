@@ -135,8 +135,8 @@ class GatewayNode:
         key = ""
         if self.authentication.keys is not None:
             with contextlib.suppress(BatonError):
-                given = as_mapping(context.invocation_metadata()).get("authorization", "")
-                key = self.authentication.api_key(given).name
+                header = as_mapping(context.invocation_metadata()).get("authorization", "")
+                key = self.authentication.api_key(header).name
         client = peer_host(context.peer())
         self.gateway.refused("grpc", error.reason, error.field, client, key, message=error.message)
 

@@ -90,10 +90,12 @@ def add_tokens(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         with recorded_call(gateway, api_key, "tokenize", computes=False) as call:
             token_ids: Sequence[int]
             if start.WhichOneof("prompt") == "text":
-                given = tokenizer_pb2.EncodeInput(text=start.text)
+                encode_input = tokenizer_pb2.EncodeInput(text=start.text)
                 if special is not None:
-                    given.add_special_tokens = special
-                token_ids = (await gateway.tokenizer.encode(given, gateway.config.request_seconds)).token_ids
+                    encode_input.add_special_tokens = special
+                token_ids = (
+                    await gateway.tokenizer.encode(encode_input, gateway.config.request_seconds)
+                ).token_ids
             else:
                 token_ids = await encode_chat(gateway, start, api_key, special)
             call.tokens = len(token_ids)

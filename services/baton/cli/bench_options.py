@@ -18,7 +18,7 @@ from baton.bench.load_processes import LoadRun, run_clients
 from baton.bench.machine import machine, versions
 from baton.bench.processes import BenchError
 from baton.bench.workload import TokenRange, Workload
-from baton.cli.config_fields import fields_of, given
+from baton.cli.config_fields import explicit_fields, fields_of
 from baton.cli.console import explain, progress_bar
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.node_reports import ask_deployment
@@ -128,14 +128,14 @@ def make_plan(values: dict[str, Any], deployed: Deployed) -> DeploymentPlan:
 
 
 def engine_config(
-    values: dict[str, Any], defaults: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {}
+    values: dict[str, Any], defaults: Callable[[dict[str, Any]], dict[str, Any]] = lambda explicit: {}
 ) -> WorkerConfig:
     """A configuration of the engine's flags. `defaults` returns defaults that replace the configuration's
     own. Ends the command with one line if there is no such model."""
     from baton.model_path import CheckpointError
     from baton.models.config import ModelError
 
-    found = given(WorkerConfig, values)
+    found = explicit_fields(WorkerConfig, values)
     fetch_model(found.get("model", "demo"))
     try:
         return WorkerConfig(**{**defaults(found), **found})

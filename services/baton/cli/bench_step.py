@@ -201,5 +201,5 @@ def step(**values: Any) -> None:
     output, asked = take(Report, values), take(StepOptions, values)
     output.check_writable()
     console = Console()
-    config = engine_config(values, lambda given: _defaults(given, asked))
+    config = engine_config(values, lambda explicit: _defaults(explicit, asked))
     run_here(lambda: _step(config, asked, output, console))

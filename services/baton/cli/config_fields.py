@@ -108,7 +108,7 @@ def _docstrings(config: type) -> Mapping[str, str]:
     return texts
 
 
-def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def explicit_fields(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the configuration that were given as a flag, in the environment or in a file. Raises
     click.UsageError that names the flag or variable of a number out of range (none may be negative), or of a
     text that is not among its choices."""
@@ -152,7 +152,7 @@ def _out_of_range(field: Field, value: Any) -> str | None:
 
 def build(config: type[C], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> C:
     """The configuration: given values, else `defaults`, else the dataclass's own."""
-    return config(**{**defaults, **given(config, values)})
+    return config(**{**defaults, **explicit_fields(config, values)})
 
 
 def as_flags(config: type, values: Mapping[str, Any]) -> Iterator[str]:

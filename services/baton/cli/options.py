@@ -107,7 +107,7 @@ def config_options(
     """A decorator that adds one flag for each field of a configuration dataclass.
 
     `defaults` replaces the dataclass's defaults in the help. A flag that was not given is None or (), so that
-    `given` and `build` can tell it from one that was given its default.
+    `explicit_fields` and `build` can tell it from one that was given its default.
     """
 
     def decorate(function: F) -> F:

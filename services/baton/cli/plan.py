@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from baton.cli.bench_options import Report, report_options
-from baton.cli.config_fields import fields_of, given
+from baton.cli.config_fields import explicit_fields, fields_of
 from baton.cli.console import UNLIMITED, progress_bar, shown, table
 from baton.cli.options import (
     COUNT,
@@ -74,7 +74,7 @@ def run_search(plan_input: PlanInput, console: Console) -> Plan:
 
 def setup_of(profile: Profile, values: dict[str, Any], routing: str) -> NodeSetup:
     """The profile's engine with the given sizes. Raises UsageError."""
-    found = given(DecodeConfig, values)
+    found = explicit_fields(DecodeConfig, values)
     sizes = {name: found[name] for name in WORKER if found.get(name)}
     engine: EngineFacts = replace(profile.engine, **sizes)
     engine = replace(engine, context_length=min(engine.context_length, profile.engine.context_length))

@@ -37,9 +37,9 @@ def temporary_folder(name: str) -> Path:
 
 def unknown_variables() -> Iterator[str]:
     """A line for each variable BATON_... of the environment that sets nothing."""
-    given = {name for name in os.environ if name.startswith("BATON_")} - CLIENT_VARIABLES
+    names = {name for name in os.environ if name.startswith("BATON_")} - CLIENT_VARIABLES
     # Kubernetes sets some for each service whose name begins so, and tests have theirs.
-    strange = {name for name in given if not re.search(r"_SERVICE_|_PORT_\d|_PORT$|^BATON_TEST_", name)}
+    strange = {name for name in names if not re.search(r"_SERVICE_|_PORT_\d|_PORT$|^BATON_TEST_", name)}
     if not strange:
         return
     from baton.cli.config_fields import variables  # here: it takes tens of milliseconds

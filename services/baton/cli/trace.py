@@ -212,7 +212,7 @@ def trace(
       baton trace --slowest 5
       baton trace --last 200 --chrome trace.json
     """
-    if sum(1 for given in (ids, slowest, last) if given) > 1:
+    if sum(1 for each in (ids, slowest, last) if each) > 1:
         raise click.UsageError("give ids, --slowest or --last, not several of them")
     request = trace_pb2.GetTracesRequest(ids=ids, limit=slowest or last or 1, slowest=slowest is not None)
     try:

@@ -19,7 +19,7 @@ from rich.table import Table
 from baton.authentication.cluster import check_address
 from baton.authentication.gateway import GatewayAuthentication
 from baton.bench.machine import DRIVER
-from baton.cli.config_fields import ROLES, fields_of, given, read_config
+from baton.cli.config_fields import ROLES, explicit_fields, fields_of, read_config
 from baton.cli.console import run_command
 from baton.cli.credentials import reachable
 from baton.cli.deployment import Deployment, DeploymentPlan
@@ -133,10 +133,13 @@ def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         for name in sorted(set(UP_OPTIONS).difference(FLAGS, ADDRESSES).intersection(read)):
             raise click.UsageError(_own_problem(f"{file}: {name!r}"))
         addresses |= set(ADDRESSES).intersection(read)
-        found = given(config, values)
+        found = explicit_fields(config, values)
         if role == "tokenizer":
             found.pop("threads", None)  # means threads of tensor operations here
-        settings[role] = {**given(config, {k: v for k, v in read.items() if k not in UP_OPTIONS}), **found}
+        settings[role] = {
+            **explicit_fields(config, {k: v for k, v in read.items() if k not in UP_OPTIONS}),
+            **found,
+        }
         tokens, size = settings[role].get("kv_tokens"), settings[role].get("page_size") or LEAST_PAGE
         if tokens and tokens < size:
             raise click.UsageError(f"--kv-tokens must be at least one page ({size} tokens), not {tokens}")

@@ -24,10 +24,10 @@ def chat_prompt(arguments: Arguments) -> tokenizer_pb2.ChatPrompt | None:
     """None: the prompt is no chat. Raises BatonError, and KeyError, TypeError or ValueError for what the
     contract cannot express."""
     messages = arguments.get("messages")
-    given = [name for name in _OPTIONS if arguments.get(name) is not None]
+    options = [name for name in _OPTIONS if arguments.get(name) is not None]
     if messages is None:
-        if given:
-            raise invalid(given[0], f"{given[0]} goes with messages only")
+        if options:
+            raise invalid(options[0], f"{options[0]} goes with messages only")
         return None
     said: Sequence[Message] = (
         [Message(role="user", content=messages)] if isinstance(messages, str) else messages

@@ -113,8 +113,8 @@ class Client:
         resuming = Resuming(start, collector, timeout, self._gateways)
 
         def open_call() -> Any:
-            given = {"timeout": resuming.timeout, "metadata": self._metadata}
-            return self._stubs[resuming.used].Generate(iter([resuming.message]), **given)
+            call_options = {"timeout": resuming.timeout, "metadata": self._metadata}
+            return self._stubs[resuming.used].Generate(iter([resuming.message]), **call_options)
 
         call = open_call()
         return Stream(call, collector, call.cancel, resuming, open_call)

@@ -41,9 +41,9 @@ class CacheView:
         """Applies an update. Raises Gap, having forgotten everything, if it does not fit."""
         follows = update.incarnation == self.incarnation and update.after == self.sequence
         if not 0 < update.page_size <= MAX_PAGE_SIZE or not (update.snapshot or follows):
-            known, given = (self.incarnation, self.sequence), (update.incarnation, update.after)
+            known, offered = (self.incarnation, self.sequence), (update.incarnation, update.after)
             self.clear()
-            raise Gap(f"an update after {given}, with pages of {update.page_size} tokens, to {known}")
+            raise Gap(f"an update after {offered}, with pages of {update.page_size} tokens, to {known}")
         if update.snapshot:
             self._held.clear()
             self._in_host.clear()

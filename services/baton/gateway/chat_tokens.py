@@ -31,8 +31,8 @@ async def encode_chat(
         raise deadline_exceeded(f"the images were not read within {seconds:g} s") from None
     finally:
         lease.release()
-    given = tokenizer_pb2.EncodeInput(chat=without_files(start.chat, images))
+    encode_input = tokenizer_pb2.EncodeInput(chat=without_files(start.chat, images))
     if add_special_tokens is not None:
-        given.add_special_tokens = add_special_tokens
-    encoded = await gateway.tokenizer.encode(given, seconds)
+        encode_input.add_special_tokens = add_special_tokens
+    encoded = await gateway.tokenizer.encode(encode_input, seconds)
     return with_images(encoded.token_ids, encoded.images, images)[0]

@@ -79,8 +79,10 @@ async def read_images(parts: ImageParts, model: node_pb2.ModelInfo, lease: Pictu
     """A chat's images, which `lease` holds from now on. Their parts keep their files' digests alone. Raises
     BatonError."""
     check_images(parts, model)
-    given = model.image_settings
-    settings = PictureSettings(given.patch, given.merge, given.least_pixels, given.most_pixels)
+    image_settings = model.image_settings
+    settings = PictureSettings(
+        image_settings.patch, image_settings.merge, image_settings.least_pixels, image_settings.most_pixels
+    )
 
     async def read(field_path: str, part: tokenizer_pb2.ContentPart) -> ImageSize:
         kind = part.WhichOneof("kind")

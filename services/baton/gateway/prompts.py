@@ -144,12 +144,12 @@ async def encode_prompt(
     conversation = session.conversation(start.chat) if session is not None else start.chat
     images = await read(conversation)
     conversation = without_files(conversation, images)
-    given = tokenizer_pb2.EncodeInput(chat=conversation, request=name, traceparent=traceparent)
+    encode_input = tokenizer_pb2.EncodeInput(chat=conversation, request=name, traceparent=traceparent)
     if session is not None:
         # Encoding the whole text again may give other tokens than those whose KV exists.
-        given.encoded_text = session.encoded_text
+        encode_input.encoded_text = session.encoded_text
     try:
-        result = await tokenizer.encode(given, timeout, asking)
+        result = await tokenizer.encode(encode_input, timeout, asking)
     except BatonError as error:
         if error.reason != "NO_CHAT_TEMPLATE":
             raise

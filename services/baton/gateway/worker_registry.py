@@ -181,8 +181,8 @@ class WorkerRegistry:
 
 def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:
     """Configured addresses; without etcd, the defaults of one machine."""
-    given: tuple[str, ...] = getattr(config, role)
-    return () if config.etcd and given == getattr(GatewayConfig(), role) else given
+    addresses: tuple[str, ...] = getattr(config, role)
+    return () if config.etcd and addresses == getattr(GatewayConfig(), role) else addresses
 
 
 class CacheWatch:

@@ -47,7 +47,7 @@ def check_names(config: GatewayConfig) -> None:
         ("tool_parser", ("auto", NONE, *TOOL_PARSERS)),
         ("reasoning_parser", ("auto", NONE, *REASONING_PARSERS)),
     ):
-        given = getattr(config, name)
-        if given not in known:
+        parser = getattr(config, name)
+        if parser not in known:
             flag = f"--{name.replace('_', '-')}"
-            raise invalid(name, f"{flag} {given!r} is not known; use one of {', '.join(known)}")
+            raise invalid(name, f"{flag} {parser!r} is not known; use one of {', '.join(known)}")

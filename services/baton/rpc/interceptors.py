@@ -151,7 +151,7 @@ def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> A
     """Wraps `behaviour` in a function of the same kind, from which gRPC decides how to call it. streaming:
     a stream of requests."""
 
-    async def given(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def request_of(request: Any, context: grpc.aio.ServicerContext) -> Any:
         return _Requests(context) if streaming else await _message(request)
 
     async def refuse(error: BatonError, context: grpc.aio.ServicerContext) -> None:
@@ -171,7 +171,7 @@ def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> A
 
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            async with aclosing(behaviour(await given(request, context), context)) as responses:
+            async with aclosing(behaviour(await request_of(request, context), context)) as responses:
                 async for response in responses:
                     yield response
         except BatonError as error:
@@ -183,7 +183,7 @@ def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> A
 
     async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await behaviour(await given(request, context), context)
+            return await behaviour(await request_of(request, context), context)
         except BatonError as error:
             await refuse(error, context)
         except _PYTHONS_OWN:

@@ -84,8 +84,8 @@ class NodeWatches:
 
 def _interval(request: node_pb2.WatchNodeRequest) -> float:
     """Seconds. Raises BatonError."""
-    given = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-    if not LEAST_INTERVAL_MS <= given <= MOST_INTERVAL_MS:
+    interval = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
+    if not LEAST_INTERVAL_MS <= interval <= MOST_INTERVAL_MS:
         allowed = f"{LEAST_INTERVAL_MS} to {MOST_INTERVAL_MS}"
-        raise invalid_field("interval_ms", f"is {given}; {allowed} are allowed")
-    return given / 1000
+        raise invalid_field("interval_ms", f"is {interval}; {allowed} are allowed")
+    return interval / 1000

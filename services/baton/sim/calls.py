@@ -195,10 +195,10 @@ def serve(network: Network, loop: VirtualLoop, endpoint: Endpoint, handler: Hand
                 await more.wait()
 
     async def answer(begin: _Begin) -> None:
-        given = requests() if begin.request is None else begin.request
+        request = requests() if begin.request is None else begin.request
         error = None
         try:
-            answers = handler(given, _Context(network, begin.deadline))
+            answers = handler(request, _Context(network, begin.deadline))
             if hasattr(answers, "__aiter__"):
                 async for message in answers:
                     endpoint.send(message)

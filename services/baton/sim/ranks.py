@@ -87,9 +87,9 @@ class SimRanks:
 
     def _go_on(self, found: Collective) -> None:
         if self.complete(found):
-            given = result(found)
+            value = result(found)
             for resume in found.waiting.values():
-                resume(given)
+                resume(value)
             found.waiting.clear()
 
     def complete(self, found: Collective) -> bool:
@@ -168,19 +168,19 @@ class Rank:
         self._steps = self._run(self._queue[0])
         self._after(None)
 
-    def _after(self, given: Any) -> None:
+    def _after(self, result_value: Any) -> None:
         """Goes on after some time, with what a collective has given."""
         rng, plan = self._ranks.rng, self._queue[0].plan
         usual = self._ranks.step_seconds * (1 + plan.num_tokens / 16)
         # Now and then one rank lags far behind.
         delay = usual * rng.uniform(0.02, 0.4) * (10 if rng.random() < 0.03 else 1)
-        self._ranks.world.at(delay, self.actor, lambda: self._advance(given))
+        self._ranks.world.at(delay, self.actor, lambda: self._advance(result_value))
 
-    def _advance(self, given: Any) -> None:
+    def _advance(self, result_value: Any) -> None:
         if self._steps is None or (self._ranks.over and self.shard.rank == 0):
             return
         try:
-            kind, value = self._steps.send(given)
+            kind, value = self._steps.send(result_value)
         except StopIteration:
             done = self._queue[0]
             if done.error:

@@ -45,16 +45,16 @@ class VirtualTokenizer(TokenizerClient):
 
     async def encode(
         self,
-        given: tokenizer_pb2.EncodeInput,
+        encode_input: tokenizer_pb2.EncodeInput,
         timeout: float,
         asking: Callable[[str], None] = lambda address: None,
     ) -> tokenizer_pb2.EncodeResult:
         asking("tokenizer")
         await sleep(self._world, self._actor, self._seconds())
-        if given.WhichOneof("kind") != "chat":
-            return tokenizer_pb2.EncodeResult(token_ids=map(int, given.text.split()))
+        if encode_input.WhichOneof("kind") != "chat":
+            return tokenizer_pb2.EncodeResult(token_ids=map(int, encode_input.text.split()))
         found = tokenizer_pb2.EncodeResult()
-        for part in (part for message in given.chat.messages for part in message.parts):
+        for part in (part for message in encode_input.chat.messages for part in message.parts):
             if part.WhichOneof("kind") == "text":
                 found.token_ids.extend(map(int, part.text.split()))
             else:

@@ -84,12 +84,12 @@ class ChatEncoder:
         self, render: Callable[[Conversation], str], conversation: Conversation, template: str
     ) -> Rendered:
         """render: applies the template, whose source is `template`. Passes on what it raises."""
-        given = set[str]().union(*_strings(conversation))
-        characters = sorted(given.intersection(self._to_mark.values()))
+        present = set[str]().union(*_strings(conversation))
+        characters = sorted(present.intersection(self._to_mark.values()))
         if not characters:
             text = render(conversation)
             return Rendered(text, text, {})
-        used = given | {*template}
+        used = present | {*template}
         free = (chr(code) for code in chain(*MARKS) if chr(code) not in used)
         marks = dict(zip(characters, free, strict=False))
         if len(marks) < len(characters):

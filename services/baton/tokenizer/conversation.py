@@ -224,10 +224,10 @@ def _tools(chat: tokenizer_pb2.ChatPrompt, name: str) -> list[dict[str, JsonValu
     return found
 
 
-def _check_name(given: str, field: str) -> None:
-    if not _NAME.fullmatch(given):
+def _check_name(name: str, field: str) -> None:
+    if not _NAME.fullmatch(name):
         form = "1 to 128 letters, digits, underscores, hyphens and dots"
-        raise invalid_field(field, f"is {given[:128]!r}; a name has {form}")
+        raise invalid_field(field, f"is {name[:128]!r}; a name has {form}")
 
 
 def earlier_arguments(text: str) -> dict[str, JsonValue] | None:

@@ -353,8 +353,8 @@ def _encode(encode: _Encode, batch: list[Any], special: bool) -> Sequence[list[i
 
 def _render(tokenizer: HFTokenizer, chat: tokenizer_pb2.ChatPrompt, field: str) -> Rendered:
     conversation = read(chat, field, developer="developer" in tokenizer.template)
-    given = chat.HasField("add_generation_prompt")
-    start_answer = chat.add_generation_prompt if given else not chat.continue_final_message
+    explicit = chat.HasField("add_generation_prompt")
+    start_answer = chat.add_generation_prompt if explicit else not chat.continue_final_message
     try:
         return tokenizer.render(conversation, start_answer, chat.continue_final_message)
     except NoChatTemplate:
