@@ -56,7 +56,7 @@ class Image(Strict):
 
     def _field(self) -> str:
         """The part's field that holds the image."""
-        raise NotImplementedError
+        return "image_url"
 
     def _take(self) -> str:
         """What it holds; from then on nothing."""
@@ -83,9 +83,6 @@ class ChatImage(Image):
     type: Literal["image_url"]
     image_url: Address
 
-    def _field(self) -> str:
-        return "image_url"
-
     def _take(self) -> str:
         source_text, self.image_url.url = self.image_url.url, ""
         return source_text
@@ -99,9 +96,6 @@ class InputImage(Image):
 
     type: Literal["input_image"]
     image_url: NonEmpty
-
-    def _field(self) -> str:
-        return "image_url"
 
     def _take(self) -> str:
         source_text, self.image_url = self.image_url, ""

@@ -30,8 +30,13 @@ def _attention(config: ModelConfig) -> partial[MlaAttention]:
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> FeedForward:
+    return deepseek_v2.mixture(config, parameters, index, routing(config), correction=True)
+
+
+def routing(config: ModelConfig) -> Routing:
+    """A sigmoid of each score; of a group its two best experts count."""
     hf = config.hf
-    routing = Routing(
+    return Routing(
         hf.num_experts_per_tok,
         "sigmoid",
         renormalize=hf.norm_topk_prob,
@@ -40,4 +45,3 @@ def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Fee
         top_groups=hf.topk_group,
         group_best=2,
     )
-    return deepseek_v2.mixture(config, parameters, index, routing, correction=True)

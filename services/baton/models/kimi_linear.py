@@ -9,12 +9,13 @@ from baton.layers.kimi_delta_attention import KimiDeltaAttention
 from baton.layers.mla import MlaAttention, MlaShape
 from baton.layers.mlp import GatedMlp
 from baton.layers.moe import Experts, Mixture
-from baton.layers.moe_routing import MoeGate, Routing
+from baton.layers.moe_routing import MoeGate
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models.config import ModelConfig, ModelError, require_silu
 from baton.models.decoder import Decoder, DecoderLayer, FeedForward
+from baton.models.deepseek_v3 import routing
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
@@ -62,18 +63,9 @@ def _feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Fe
     hf, hidden = config.hf, config.hidden_size
     if hf.mlp_layer_types[index] == "dense":
         return GatedMlp(parameters.under("mlp"), hidden, hf.intermediate_size)
-    routing = Routing(
-        hf.num_experts_per_tok,
-        "sigmoid",
-        renormalize=hf.norm_topk_prob,
-        scale=hf.routed_scaling_factor,
-        groups=hf.n_group,
-        top_groups=hf.topk_group,
-        group_best=2,
-    )
     layer, inner = parameters.under("block_sparse_moe"), hf.moe_intermediate_size
     return Mixture(
-        MoeGate(layer, "gate", hidden, hf.num_local_experts, routing, correction=True, float32=True),
+        MoeGate(layer, "gate", hidden, hf.num_local_experts, routing(config), correction=True, float32=True),
         Experts(layer.under("experts"), hf.num_local_experts, hidden, inner, projections=("w1", "w3", "w2")),
         GatedMlp(layer.under("shared_experts"), hidden, inner * hf.n_shared_experts, reduce=False),
     )

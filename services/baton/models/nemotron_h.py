@@ -13,13 +13,14 @@ from baton.layers.batch import Batch
 from baton.layers.mamba2 import Mamba2, Mamba2Shape
 from baton.layers.mlp import Mlp
 from baton.layers.moe import Experts, Mixture
-from baton.layers.moe_routing import MoeGate, Routing
+from baton.layers.moe_routing import MoeGate
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.recurrent import RecurrentModule
 from baton.layers.rope import no_rotation
 from baton.models.config import ModelConfig, ModelError
 from baton.models.decoder import Decoder, DecoderLayer, FeedForward, Layer
+from baton.models.deepseek_v3 import routing
 from baton.models.llama import llama_attention
 
 _NAMES = {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f"}
@@ -87,19 +88,12 @@ def _feed_forward(config: ModelConfig, parameters: Parameters, kind: str) -> Fee
     hf, hidden = config.hf, config.hidden_size
     if kind == "mlp":
         return Mlp(parameters, hidden, hf.intermediate_size, "relu2", bias=hf.mlp_bias)
-    routing = Routing(
-        hf.num_experts_per_tok,
-        "sigmoid",
-        renormalize=hf.norm_topk_prob,
-        scale=hf.routed_scaling_factor,
-        groups=hf.n_group,
-        top_groups=hf.topk_group,
-        group_best=2,
-    )
     inner = hf.moe_shared_expert_intermediate_size
     shared = parameters.under("shared_experts")
     return Mixture(
-        MoeGate(parameters, "gate", hidden, hf.n_routed_experts, routing, correction=True, float32=True),
+        MoeGate(
+            parameters, "gate", hidden, hf.n_routed_experts, routing(config), correction=True, float32=True
+        ),
         Experts(
             parameters.under("experts"),
             hf.n_routed_experts,
