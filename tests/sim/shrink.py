@@ -102,9 +102,11 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help="a file for every event of the smaller run")
     options = parser.parse_args()
     with planted(options.bug):
-        make = make_auto_scenario if options.auto_roles else make_scenario
-        make = make_image_scenario if options.images else make
-        scenario = (make_role_scenario if options.roles else make)(options.seed)
+        make = make_image_scenario if options.images else make_scenario
+        if options.roles or options.auto_roles:
+            scenario = (make_role_scenario if options.roles else make_auto_scenario)(options.seed, make)
+        else:
+            scenario = make(options.seed)
         outcome = run_scenario(scenario)
         print(outcome)
         if outcome.rule:

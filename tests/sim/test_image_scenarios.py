@@ -14,6 +14,7 @@ from baton.sim.faults import Fault
 from baton.sim.images import SimImage
 from baton.sim.run import run_scenario
 from baton.sim.scenario_images import make_image_scenario
+from baton.sim.scenario_roles import make_auto_scenario, make_role_scenario
 
 
 def test_images_break_no_rule_among_other_faults():
@@ -75,3 +76,12 @@ for seed in range(6):
         for seed in "12"
     }
     assert len(traces) == 1 and traces.pop().count(b"\n") > 1000
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [make_role_scenario, make_auto_scenario])
+def test_changes_of_role_break_no_rule_where_models_see(make):
+    """99000026: the first step of the last decode node hung, by which it judged what came later."""
+    outcomes = [run_scenario(make(seed, make_image_scenario)) for seed in (*range(5), 99000026)]
+    assert not [str(outcome) for outcome in outcomes if outcome.failure]
+    assert sum(outcome.role_changes for outcome in outcomes) >= 2

@@ -137,9 +137,10 @@ class Ledger:
         if reason == "SLOW_READER" and not spec.rests:
             return any(fault.kind == "stall" and fault.at <= now for fault in self._scenario.faults)
         if code == "RESOURCE_EXHAUSTED":
-            return (
-                not spec.probe
-            )  # overload is enough: leases revoked, pages overwritten, nothing left to try
+            # Simulated nodes have not measured their steps: what hangs in the first one counts as usual.
+            hung = any(fault.kind == "hang" and fault.at <= now for fault in self._scenario.faults)
+            # Else overload is enough: leases revoked, pages overwritten, nothing left to try.
+            return not spec.probe or (reason == "WOULD_MISS_DEADLINE" and hung)
         if code == "UNAVAILABLE" and spec.resume:
             in_vain = reason == "TOO_MANY_RESUMES" or "no decode node" in message
             if not in_vain:

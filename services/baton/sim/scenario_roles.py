@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 from baton.gateway.role_balance import RoleBounds
@@ -10,10 +11,11 @@ from baton.sim.faults import Fault
 from baton.sim.scenario import Scenario, make_scenario
 
 
-def make_role_scenario(seed: int) -> Scenario:
-    """The scenario of the seed, with changes of role; always the same one. One decode node stays what it is,
-    so that no change excuses a lost request. Workers of several ranks, or with a host tier, keep theirs."""
-    scenario, rng = make_scenario(seed), random.Random(f"roles {seed}")
+def make_role_scenario(seed: int, make: Callable[[int], Scenario] = make_scenario) -> Scenario:
+    """What `make` makes of the seed, with changes of role; always the same one. One decode node stays what it
+    is, so that no change excuses a lost request. Workers of several ranks, or with a host tier, keep
+    theirs."""
+    scenario, rng = make(seed), random.Random(f"roles {seed}")
     names = [f"p{i}" for i in range(len(scenario.prefill))] + [f"d{i}" for i in range(len(scenario.decode))]
     names.remove(f"d{rng.randrange(len(scenario.decode))}")
     changes = [
@@ -29,10 +31,10 @@ def make_role_scenario(seed: int) -> Scenario:
     return replace(_able(scenario), faults=faults)
 
 
-def make_auto_scenario(seed: int) -> Scenario:
-    """The scenario of the seed, in which gateways change roles by queues; always the same one. No worker has
-    several ranks or a host tier, with which a simulated one would keep its role."""
-    scenario, rng = make_scenario(seed), random.Random(f"auto {seed}")
+def make_auto_scenario(seed: int, make: Callable[[int], Scenario] = make_scenario) -> Scenario:
+    """What `make` makes of the seed, in which gateways change roles by queues; always the same one. No
+    worker has several ranks or a host tier, with which a simulated one would keep its role."""
+    scenario, rng = make(seed), random.Random(f"auto {seed}")
     scenario = replace(
         scenario,
         prefill=tuple((c, replace(m, ranks=1, tier_rows=0, disk="")) for c, m in scenario.prefill),
