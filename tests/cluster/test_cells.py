@@ -8,6 +8,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -102,8 +103,9 @@ def occupied(cell: Deployment, streams: int, prompt: int) -> Iterator[None]:
 def cells(tmp_path, deployments) -> Iterator[list[Deployment]]:
     tiny = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     model = save(make_model("qwen3", max_position_embeddings=40_000, **tiny), tmp_path / "model")
-    with contextlib.ExitStack() as stack:
-        found = []
+    gateway = ("--open-metrics", "--max-unread-tokens", "200", "--slow-reader-seconds", "300")
+    found = []
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as pool:
         for name in "abc":
             folder = tmp_path / name
             folder.mkdir()
@@ -112,23 +114,19 @@ def cells(tmp_path, deployments) -> Iterator[list[Deployment]]:
                 model,
                 worker=("--kv-tokens", str(POOL)),
                 decode_flags=("--max-rows", str(ROWS)),
-                gateway_flags=(
-                    "--open-metrics",
-                    "--max-unread-tokens",
-                    "200",
-                    "--slow-reader-seconds",
-                    "300",
-                ),
+                gateway_flags=gateway,
             )
-            found.append(stack.enter_context(cell.close_to_strangers(SECRET, KEY)))
-            deployments.append(cell)
+            found.append(cell.close_to_strangers(SECRET, KEY))
+            stack.push(cell)
+        deployments += list(pool.map(Deployment.start, found))
         yield found
 
 
 @pytest.mark.thorough
 def test_a_picker_finds_the_idle_cell_and_leaves_those_that_cannot_compute(cells):
     a, b, c = cells
-    assert [scrape(cell) for cell in cells] == [Member(0, 0, 0, 16, POOL // 16)] * 3
+    idle = Member(0, 0, 0, 16, POOL // 16)
+    wait(lambda: all(scrape(cell) == idle for cell in cells), "first reports")
     with occupied(a, ROWS + 2, 40), occupied(b, ROWS, 20_000):
         wait(lambda: scrape(a).queued == 2 and scrape(a).running == ROWS, "a queue in a")
         wait(lambda: scrape(b).running == ROWS and scrape(b).kv_usage > 0.3, "a full pool in b")
