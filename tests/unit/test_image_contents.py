@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
+from array import array
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from baton.engine.image_spans import ImageSource, ImageSpan
 from baton.engine.images import EmbeddingCache
 from baton.handoff.messages import AttemptName
+from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError
+from baton.worker.encode.batches import EncodeBatches
+from baton.worker.encode.pool import EmbeddingPool
 from baton.worker.images.contents import ImageContents
 from baton.worker.images.encoder_client import Asker
 
@@ -75,3 +81,35 @@ async def test_what_is_kept_for_later_makes_room():
         found = await here.of([image(number)], SOURCE, 5.0, ASKER)
         del found
     assert len(await here.of([image(number) for number in range(6, 9)], SOURCE, 5.0, ASKER)) == 3
+
+
+class Pictures:
+    async def fetch(self, address, digest, shape):
+        return np.zeros((*shape, 3), np.uint8)
+
+
+@pytest.mark.parametrize("without", ["nothing", "the frames of errors"])
+async def test_an_image_that_cannot_be_kept_holds_no_room(without, monkeypatch):
+    """Not even until a garbage collection: the next one waits for this room."""
+    if without != "nothing":
+        monkeypatch.setattr("baton.worker.encode.batches.without_frames", lambda error: error)
+    tower = SimpleNamespace(**vars(TOWER), device=torch.device("cpu"))
+    tower.encode = lambda images: [torch.zeros(1, 16, VALUES) for _ in images]
+    spawn = lambda work, name: asyncio.create_task(work)  # noqa: E731
+    here = ImageContents(tower, EmbeddingCache(0), None, spawn)
+    here._pictures = Pictures()
+    pool = EmbeddingPool(np.zeros((1, 64), np.uint8), array("Q", [0]), time.monotonic)
+    batches = EncodeBatches(tower, pool, here, spawn, PullMeter())
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            try:
+                await batches.lend(image(1), SOURCE, 5.0, lambda *_: None)
+            except BatonError as error:
+                assert error.reason == "NO_PAGES"
+        await asyncio.sleep(0.05)
+        assert bool(here.used) == (without != "nothing")
+    finally:
+        gc.enable()
+        batches.close()

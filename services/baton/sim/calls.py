@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from grpc_status import rpc_status
 
-from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, to_status, unavailable
+from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, to_status, unavailable, without_frames
 from baton.sim.event_loop import VirtualLoop
 from baton.sim.network import Endpoint, Host, Network
 
@@ -205,7 +205,7 @@ def serve(network: Network, loop: VirtualLoop, endpoint: Endpoint, handler: Hand
             else:
                 endpoint.send(await answers)
         except BatonError as raised:
-            error = raised
+            error = without_frames(raised)
         if endpoint.open:
             endpoint.send(_End(error))
             endpoint.close("the call has ended")

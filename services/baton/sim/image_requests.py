@@ -117,7 +117,7 @@ class SimImages(ImageRequests):
                 choice,
                 partial(open_embeddings, worker, settings.pull_pace),
             )
-            client.log = log
+            client.log, client.buffers.keep = log, True  # as on GPUs
             spawn, cache = worker.virtual.spawn, self.encoder.cache
             contents = ImageContents(tower, cache, self._dial, spawn, client, settings.room)
         super().__init__(worker, contents, choice)

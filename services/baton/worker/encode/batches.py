@@ -15,7 +15,7 @@ from baton.engine.images import EncodeCounters, batch_of, encode
 from baton.handoff.pull_cost import PullMeter
 from baton.kvcache.page_allocator import OutOfPages
 from baton.models.decoder import VisionTower
-from baton.rpc.errors import BatonError, exhausted, internal
+from baton.rpc.errors import BatonError, exhausted, internal, without_frames
 from baton.rpc.logs import get_logger
 from baton.tracing.recorder import EventKind
 from baton.v1 import node_pb2
@@ -79,7 +79,10 @@ class EncodeBatches:
             self._running[key] = self._spawn(self._make(image, source, seconds), "image")
         error = await asyncio.shield(self._running[key])
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error
         lease = self._pool.lend(image)
         if lease is None:
             raise _no_room()
@@ -96,7 +99,7 @@ class EncodeBatches:
                 self._spawn(self._encode(), "encoding")
             await done
         except BatonError as error:
-            return error
+            return without_frames(error)  # which hold the pixels
         else:
             return None
         finally:
@@ -147,7 +150,7 @@ class EncodeBatches:
 
     def _compute(self, batch: list[_Waiting]) -> list[torch.Tensor]:
         pixels = [torch.from_numpy(np.ascontiguousarray(each.pixels)) for each in batch]
-        return [rows.cpu() for rows in encode(self._tower, pixels, self.counters)]
+        return encode(self._tower, pixels, self.counters)
 
     @property
     def images(self) -> int:

@@ -13,7 +13,13 @@ import torch
 
 from baton.engine.image_spans import ImageSpan
 from baton.kvcache.page_allocator import PageAllocator, PageCounts
+from baton.rpc.logs import get_logger
+from baton.transport.base import nothing
 
+_log = get_logger()
+
+FOR_ALL_GPUS = 1
+"""cudaHostRegisterPortable"""
 LEND_SECONDS = 30.0
 """After that the pages of a lease may be reused; a pull takes much less."""
 
@@ -86,12 +92,15 @@ class EmbeddingPool:
         )
 
     def write(self, stored: StoredEmbeddings, embeddings: torch.Tensor) -> None:
-        """`embeddings`: on the host. In any thread."""
-        data = embeddings.contiguous().view(torch.uint8).numpy().reshape(-1)
+        """`embeddings`: on any device, from where they are copied at once. In any thread."""
+        data = embeddings.contiguous().view(torch.uint8).reshape(-1)
         size = self._rows.shape[1]
         for number, page in enumerate(stored.pages):
             part = data[number * size : (number + 1) * size]
-            self._rows[page, : len(part)] = part
+            if part.is_cuda:
+                torch.from_numpy(self._rows[page])[: len(part)].copy_(part)
+            else:  # by one thread: the tower's are busy
+                self._rows[page, : len(part)] = part.numpy()
 
     def keep(self, stored: StoredEmbeddings) -> None:
         """They have been written, and may be lent."""
@@ -121,3 +130,17 @@ class EmbeddingPool:
 
     def counts(self) -> PageCounts:
         return self._allocator.counts()
+
+
+def pin(rows: npt.NDArray[np.uint8]) -> Callable[[], object]:
+    """Has a GPU write this memory without its driver's own in between, about ten times as fast. Returns what
+    undoes that. Where it cannot be had nothing changes, but for a line in the log. Blocks."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    try:
+        answer: int | str = int(runtime.cudaHostRegister(rows.ctypes.data, rows.nbytes, FOR_ALL_GPUS))
+    except RuntimeError as error:
+        answer = str(error).splitlines()[0]
+    if answer:
+        _log.warning("embeddings are copied slowly: their memory cannot be pinned", error=answer)
+        return nothing
+    return lambda: runtime.cudaHostUnregister(rows.ctypes.data)

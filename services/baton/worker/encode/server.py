@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -27,10 +27,11 @@ from baton.rpc.node import run_node
 from baton.rpc.tasks import Tasks
 from baton.tracing.recorder import EventKind, Recorder
 from baton.transport import SegmentError, check_kinds, reap_orphans
+from baton.transport.base import nothing
 from baton.transport.grpc import PageSourceServicer
 from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.encode.batches import EncodeBatches, Note
-from baton.worker.encode.pool import LEND_SECONDS, EmbeddingLease, EmbeddingPool
+from baton.worker.encode.pool import LEND_SECONDS, EmbeddingLease, EmbeddingPool, pin
 from baton.worker.images.choice import measure_encoding
 from baton.worker.images.contents import ImageContents
 from baton.worker.images.spans import check_spans, spans_from
@@ -65,6 +66,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         self._registration: Registration | None = None
         self._contents: ImageContents | None = None
         self._page_source = PageSourceServicer()
+        self._unpin: Callable[[], object] = nothing
         self._tower = ""
         self._numbers = count(1)
         """Numbers of the images that are asked for."""
@@ -101,6 +103,8 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
             )
         except SegmentError as error:
             raise failed_precondition(str(error), "SHARED_MEMORY") from error
+        if device.type == "cuda":
+            self._unpin = await asyncio.to_thread(pin, rows)
         self._page_source.pools = (self._published.pages,)
         self.pool = EmbeddingPool(rows, self._published.generations, time.monotonic)
         self._contents = ImageContents(tower, EmbeddingCache(0), self.cluster.dial, self.tasks.spawn)
@@ -218,6 +222,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
             await self._contents.close()
         if self.batches is not None:
             self.batches.close()
+            self._unpin()
             self._published.close()
 
     def info(self) -> node_pb2.NodeInfo:

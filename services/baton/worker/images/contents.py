@@ -15,7 +15,7 @@ from baton.engine.image_spans import ImageContent, ImageSource, ImageSpan
 from baton.engine.images import EmbeddingCache
 from baton.models.decoder import VisionTower
 from baton.rpc.channel import Dial
-from baton.rpc.errors import BatonError, deadline_exceeded, exhausted, invalid
+from baton.rpc.errors import BatonError, deadline_exceeded, exhausted, invalid, without_frames
 from baton.worker.images.encoder_client import NOBODY, Asker, EncoderClient
 from baton.worker.images.picture_client import PictureClient
 
@@ -133,7 +133,7 @@ class ImageContents:
                 weakref.finalize(content, self._in_loop, self._queue, -image.tokens)
         except BatonError as error:
             self._free(size)
-            return error
+            return without_frames(error)
         except BaseException:
             self._free(size)
             raise

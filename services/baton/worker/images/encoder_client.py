@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from baton.rpc.errors import (
     failed_precondition,
     from_rpc_error,
     unavailable,
+    without_frames,
 )
 from baton.rpc.logs import get_logger
 from baton.tracing.recorder import EventKind, Recorder
@@ -31,6 +32,7 @@ from baton.v1 import common_pb2, encode_pb2, encode_pb2_grpc, node_pb2, node_pb2
 from baton.worker.convert import name_to
 from baton.worker.images.channels import Channels
 from baton.worker.images.choice import EncodeChoice
+from baton.worker.images.pull_buffers import OpenPool, PullBuffers
 from baton.worker.images.spans import images_to
 
 LOAD_SECONDS = 2.0
@@ -41,10 +43,6 @@ NOT_THE_NODES = ("PICTURE_GONE", "PICTURES_LOST", "WRONG_PICTURE")
 """Reasons that are the gateway's matter or the request's."""
 AVOID_SECONDS = 5.0
 """A node that has failed is not asked for so long."""
-
-OpenPool = Callable[[Sequence[common_pb2.Endpoint], HostPages, str], Awaitable[Receiver]]
-"""Opens a pool, of which pages are to be copied into the local one, by its endpoints and the address of its
-node. Raises TransportError."""
 
 _Call = ClientStream[encode_pb2.LendRequest, encode_pb2.LendResponse]
 
@@ -87,11 +85,11 @@ class EncoderClient:
         `open_pool`: None: of a process."""
         self.choice = choice
         self.log = get_logger()
-        self._open_pool = open_pool or partial(_open_pool, kinds, dial)
+        self.buffers = PullBuffers(open_pool or partial(_open_pool, kinds, dial), device)
         self._recorder = recorder
         self._channels = Channels(dial)
         self._values, self._dtype = tower.values, tower.dtype
-        self._name, self._device = name, device
+        self._name = name
         self._failed: dict[str, float] = {}
         """When nodes last failed."""
 
@@ -110,7 +108,7 @@ class EncoderClient:
                         return None
                     return await self._run(address, image, source.pictures, asker)
             except BatonError as failure:
-                error = failure
+                error = without_frames(failure)  # which may hold embeddings
             except TimeoutError:
                 error = deadline_exceeded(f"no embeddings within {RUN_SECONDS:g} s")
             if error.reason in NOT_THE_NODES:
@@ -164,7 +162,7 @@ class EncoderClient:
         return found
 
     async def _pull(self, address: str, ready: encode_pb2.EmbeddingsReady, image: ImageSpan) -> torch.Tensor:
-        """Into memory of the image's own. Raises BatonError if a page was reused before it was copied."""
+        """Raises BatonError if a page was reused before it was copied."""
         size = image.tokens * self._values * self._dtype.itemsize
         right = (image.tokens, self._values, str(self._dtype).removeprefix("torch."))
         pages, per_page = list(ready.page_ids), ready.page_bytes
@@ -174,23 +172,17 @@ class EncoderClient:
         if not per_page or len(pages) != -(-size // per_page) or len(pages) != len(ready.generations):
             text = f"{len(pages)} pages of {per_page} bytes were named for {size} bytes of embeddings"
             raise failed_precondition(text, "PROTOCOL")
-        memory = torch.empty(len(pages) * per_page, dtype=torch.uint8)
-        local = HostPages(memory.numpy().data, per_page)
         now = asyncio.get_running_loop().time
         begun = now()
         try:
-            receiver = await self._open_pool(ready.endpoints, local, address)
-            try:
-                await receiver.pull([(page, number) for number, page in enumerate(pages)])
-                generations = receiver.generations(pages)
-            finally:
-                await receiver.close()
+            memory, generations = await self.buffers.pull(address, ready, size)
         except TransportError as error:
             raise unavailable(f"embeddings cannot be pulled: {error}", "PULL_FAILED") from error
         if generations is not None and generations != list(ready.generations):
             raise unavailable("embeddings were overwritten before they had been copied", "STALE_PAGES")
         self.choice.pulls.add(image.tokens, max(now() - begun, 1e-6))
-        return memory[:size].view(self._dtype).view(ready.parts, ready.tokens, ready.values).to(self._device)
+        return memory.view(self._dtype).view(ready.parts, ready.tokens, ready.values)
 
     async def close(self) -> None:
+        await self.buffers.close()
         await self._channels.close()

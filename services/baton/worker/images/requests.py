@@ -8,7 +8,7 @@ from typing import Any
 from baton.engine.image_spans import ImageSpan
 from baton.engine.request import EngineRequest
 from baton.rpc.channel import Dial
-from baton.rpc.errors import BatonError
+from baton.rpc.errors import BatonError, without_frames
 from baton.rpc.logs import get_logger
 from baton.worker.core import FetchedImages, NoImages
 from baton.worker.engine import Engine
@@ -49,6 +49,9 @@ class ImageRequests:
             outcome = await self.contents.of(images, request.image_source, left, asker)
         except BatonError as error:
             outcome = NoImages(error.code.name, error.reason, error.message)
+            without_frames(
+                error
+            )  # which hold contents of other images: nobody waits for a garbage collection
         except Exception as error:
             self.log.exception("images not fetched")
             outcome = NoImages("INTERNAL", "IMAGES_FAILED", f"{type(error).__name__}: {error}")
