@@ -184,7 +184,7 @@ class HostMemory:
     def _measure(self) -> float:
         """The first pages of the slab are zeros, and the pool is empty."""
         streams = self._streams()
-        count = min(MEASURED_PAGES, self._per_slab, len(self._parts[0].memory))
+        count = min(MEASURED_PAGES, self._per_slab, *(len(part.memory) for part in self._parts))
         pairs, seconds = [(page, page) for page in range(count)], []
         for _ in range(3):
             began = time.perf_counter()
