@@ -89,12 +89,12 @@ class SimEncoder:
         if not any(row.images for row in rows):
             return found
         host = HostBatch.of(rows)
-        _, given = self.images.lanes(host, SimTower.device)
-        if given is None:
+        _, lanes = self.images.lanes(host, SimTower.device)
+        if lanes is None:
             return found
-        at = dict(zip(given.at.tolist(), (given.rows.view(-1) % 2**32).tolist(), strict=True))
-        for place, index in enumerate(host.order):
-            span = range(host.starts[place], host.starts[place + 1])
+        at = dict(zip(lanes.at.tolist(), (lanes.rows.view(-1) % 2**32).tolist(), strict=True))
+        for row, index in enumerate(host.order):
+            span = range(host.starts[row], host.starts[row + 1])
             if any(each in at for each in span):
                 assert rows[index].tokens is not None
                 found[index] = tuple(

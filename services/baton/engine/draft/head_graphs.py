@@ -219,8 +219,8 @@ class HeadGraphs:
         pairs, ends = shape.pairs, (shape.rows + 1) * shape.pairs
         offsets = torch.arange(pairs, device=device)
         firsts = torch.arange(0, ends, pairs, dtype=torch.int32, device=device)
-        places = inputs.starts[:, None] + offsets
-        targets = self._targets(places, inputs.tables).flatten()
+        entries = inputs.starts[:, None] + offsets
+        targets = self._targets(entries, inputs.tables).flatten()
         last = inputs.starts + pairs
         batch = self._batch(inputs.tokens, inputs.positions, targets, inputs.tables, last, firsts)
         states = head.forward(inputs.tokens, head.enter(inputs.hidden), batch)
@@ -228,8 +228,8 @@ class HeadGraphs:
         depths = offsets[: shape.drafts, None]
         keys = position_keys(inputs.seeds, inputs.behind + depths)
         positions = (inputs.behind + (depths - 1)).clamp(0, self._context - 1)
-        places = inputs.starts + inputs.counts + depths
-        targets, lengths = self._targets(places.T, inputs.tables).T.contiguous(), (places + 1).int()
+        entries = inputs.starts + inputs.counts + depths
+        targets, lengths = self._targets(entries.T, inputs.tables).T.contiguous(), (entries + 1).int()
         for depth in range(shape.drafts):
             sampled = inputs.result[depth]
             sample_by_temperature(head.logits(states), inputs.temperatures, keys[depth], sampled)
@@ -238,11 +238,11 @@ class HeadGraphs:
                 batch = self._batch(tokens, *at, inputs.tables, lengths[depth], None)
                 states = head.forward(tokens, states, batch)
 
-    def _targets(self, places: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    def _targets(self, entries: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
         """Where keys and values belong: int [rows, n], pages [rows, pages] -> int64 [rows, n]"""
         size = self._size
-        pages = tables.gather(1, (places // size).clamp(max=tables.shape[1] - 1).long())
-        return (pages * size + places % size).long()
+        pages = tables.gather(1, (entries // size).clamp(max=tables.shape[1] - 1).long())
+        return (pages * size + entries % size).long()
 
     def _batch(
         self,
