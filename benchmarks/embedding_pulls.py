@@ -46,7 +46,7 @@ def owner(kind: str, device: str, told: Connection) -> None:
 async def _own(kind: str, device: torch.device, told: Connection) -> None:
     rows, published = byte_pool(64, PAGE, (kind,), 1, "--pages")
     made = torch.randn(PARTS, TOKENS, HIDDEN, device=device).to(torch.bfloat16)
-    unpin = pin(rows) if device.type == "cuda" else lambda: None
+    unpin = pin(rows, device) if device.type == "cuda" else lambda: None
     pool = EmbeddingPool(rows, published.generations, time.monotonic)
     seconds = []
     for number in range(8):

@@ -132,12 +132,13 @@ class EmbeddingPool:
         return self._allocator.counts()
 
 
-def pin(rows: npt.NDArray[np.uint8]) -> Callable[[], object]:
+def pin(rows: npt.NDArray[np.uint8], device: torch.device) -> Callable[[], object]:
     """Has a GPU write this memory without its driver's own in between, about ten times as fast. Returns what
     undoes that. Where it cannot be had nothing changes, but for a line in the log. Blocks."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     try:
-        answer: int | str = int(runtime.cudaHostRegister(rows.ctypes.data, rows.nbytes, FOR_ALL_GPUS))
+        with torch.cuda.device(device):  # else a thread has the first GPU's driver take memory there
+            answer: int | str = int(runtime.cudaHostRegister(rows.ctypes.data, rows.nbytes, FOR_ALL_GPUS))
     except RuntimeError as error:
         answer = str(error).splitlines()[0]
     if answer:

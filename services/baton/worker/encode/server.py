@@ -104,7 +104,7 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
         except SegmentError as error:
             raise failed_precondition(str(error), "SHARED_MEMORY") from error
         if device.type == "cuda":
-            self._unpin = await asyncio.to_thread(pin, rows)
+            self._unpin = await asyncio.to_thread(pin, rows, device)
         self._page_source.pools = (self._published.pages,)
         self.pool = EmbeddingPool(rows, self._published.generations, time.monotonic)
         self._contents = ImageContents(tower, EmbeddingCache(0), self.cluster.dial, self.tasks.spawn)
