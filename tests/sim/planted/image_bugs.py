@@ -11,6 +11,7 @@ from baton.engine.images import ImageEncoder
 from baton.sim.scenario_images import make_image_scenario
 from baton.worker.encode.batches import EncodeBatches
 from baton.worker.encode.pool import EmbeddingLease, EmbeddingPool, StoredEmbeddings
+from baton.worker.images.pull_buffers import _Buffer
 from planted.planting import Wrong, bug
 
 
@@ -83,3 +84,18 @@ def _(embeddings: Wrong, encoder: ImageEncoder, images: Any) -> dict[bytes, Any]
         if beside.shape == found[digest].shape:
             found[digest] = beside
     return found
+
+
+@bug(
+    "pool-before",
+    "embeddings are pulled from the pool that an encode node had in its life before",
+    25,
+    _Buffer,
+    "pull",
+    scenario=make_image_scenario,
+)
+def _(pull: Wrong, buffer: _Buffer, open_pool: Any, address: str, ready: Any) -> Any:
+    if address in buffer.open:
+        ends = (each.SerializeToString(deterministic=True) for each in ready.endpoints)
+        buffer.open[address].key = b"".join(ends)
+    return pull(buffer, open_pool, address, ready)

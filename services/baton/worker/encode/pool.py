@@ -133,7 +133,7 @@ class EmbeddingPool:
 
 
 def pin(rows: npt.NDArray[np.uint8], device: torch.device) -> Callable[[], object]:
-    """Has a GPU write this memory without its driver's own in between, about ten times as fast. Returns what
+    """Has a GPU write this memory without its driver's own in between. Returns what
     undoes that. Where it cannot be had nothing changes, but for a line in the log. Blocks."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     try:
