@@ -99,6 +99,22 @@ async def test_an_idle_pool_is_closed(buffers, monkeypatch):
     assert (buffers.node.opened, buffers.node.closed) == (1, 1)
 
 
+async def test_a_pool_is_not_closed_under_a_pull_that_began_while_another_was_closed(buffers, monkeypatch):
+    async def close(receiver):
+        await asyncio.sleep(0.05)
+        buffers.node.closed += 1
+
+    monkeypatch.setattr(Receiver, "close", close)
+    for address in ("node:1", "node:2"):
+        await buffers.pull(address, ready(1), 64)
+    monkeypatch.setattr(pull_buffers, "IDLE_SECONDS", 0.0)
+    closing = asyncio.ensure_future(buffers._close_idle())
+    await asyncio.sleep(0.045)
+    found, _ = await buffers.pull("node:2", ready(2), 64)
+    assert found.numpy().tolist() == [2] * 64
+    await closing
+
+
 async def test_on_a_cpu_nothing_is_kept():
     node = Node()
     buffers = PullBuffers(node.open, torch.device("cpu"))

@@ -65,12 +65,20 @@ class PullBuffers:
     async def _close_idle(self) -> None:
         before = self._loop.time() - IDLE_SECONDS
         for buffer in list(self._free):
-            await buffer.close_unused(before)
+            if buffer not in self._free:  # something is being pulled into it
+                continue
+            self._free.remove(buffer)
+            try:
+                await buffer.close_unused(before)
+            finally:
+                self._free.append(buffer)
         if any(buffer.open for buffer in self._free):
             self._close_later()
 
     async def close(self) -> None:
         """Nothing may be pulled any more."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
         if self._closing is not None:
             self._closing.cancel()
         for buffer in self._free:
