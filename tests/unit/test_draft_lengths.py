@@ -127,6 +127,17 @@ def test_new_rows_are_not_asked_for_what_others_were_asked_in_vain():
     assert node.drafted > 1000
 
 
+def test_a_new_row_does_not_wait_for_ever_for_others_that_are_asked_by_turns():
+    """A row that the drafter had no guess for is asked a step later than others from then on."""
+    node = Node(cost(0.02), 3, 0.0, computes=True)
+    node.rate(300)
+    node.rows[1].until += 1
+    node.rate(40)
+    new = node.rows[2] = RowDrafts()
+    node.rate(40)
+    assert new.until, "it has been asked"
+
+
 @pytest.mark.parametrize("padding", [None, graph_tokens])
 @pytest.mark.parametrize("rows", [1, 16, 128])
 def test_drafts_that_are_never_right_cost_nothing(rows, padding):

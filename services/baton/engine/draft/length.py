@@ -231,7 +231,7 @@ class DraftLengths:
         best = 0
         if times.seen(False, rows):
             best, rate = best_level(levels, rows, room, seconds)
-            if self._computes:
+            if self._computes and (best or step >= self.until):  # else new rows might wait for ever
                 self._pause = 0 if best else min(LONGEST_PAUSE, 2 * self._pause + 1)
                 self.until = 0 if best else step + 1 + self._pause
             best += self._probes(levels, best, rate, rows, room, seconds)
