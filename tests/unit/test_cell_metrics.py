@@ -45,6 +45,13 @@ def test_a_node_says_which_part_of_its_pool_is_in_use():
     assert registry.get_sample_value("baton_kv_usage", {"role": "decode"}) == 0, "a tokenizer has no pool"
 
 
+def test_an_encode_nodes_pool_holds_no_keys_and_values():
+    load, registry = node_pb2.Load(), CollectorRegistry()
+    load.pages.total = 80
+    registry.register(LoadCollector(lambda: "encode", lambda: load, node_pb2.NodeInfo))
+    assert registry.get_sample_value("baton_kv_usage", {"role": "encode"}) == 0
+
+
 def test_without_a_worker_that_serves_there_is_no_room():
     """Else a picker takes a gateway that has lost its workers for the idlest of all."""
     registry = CollectorRegistry()

@@ -157,7 +157,8 @@ class LoadCollector(Collector):
         usage = GaugeMetricFamily(
             "baton_kv_usage", "Part of the KV pool that no request could take, 0 to 1.", labels=["role"]
         )
-        of_a_group = load.pages.total // max(1, len(info.layout.groups))
+        groups = len(info.layout.groups)  # 0: pages of embeddings, or none
+        of_a_group = load.pages.total // groups if groups else 0
         used = max(0.0, 1 - load.available_pages / of_a_group) if of_a_group else 0.0
         usage.add_metric([self._role], used)
         yield usage
