@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 from chart import NAMESPACE
 from custom_resources import SCHEMAS
-from value_sets import REFUSED
+from value_sets import APART, REFUSED
 
 VERSIONS = ("1.27", "1.32", "1.37")
 """Of Kubernetes: the oldest that Chart.yaml allows, one between, the newest whose schemas are at hand."""
@@ -57,6 +57,11 @@ def test_the_schemas_do_refuse(helm, version):
 def test_wrong_values_are_refused(helm, word):
     error = helm[1][f"refused {word}"].error
     assert "schema" in error and word in error
+
+
+@pytest.mark.parametrize("text", APART)
+def test_values_that_do_not_go_together_are_refused(helm, text):
+    assert text in helm[1][f"refused {text}"].error
 
 
 def test_names_are_labels_and_differ(rendered):

@@ -28,7 +28,7 @@ def test_the_pool_may_be_anothers(helm):
     """The label by which the extension's own chart is told the members is no other pod's."""
     rendered = helm[1]["route"]
     assert [bool(rendered.of(kind)) for kind in KINDS] == [False, True]
-    label = {"app.kubernetes.io/part-of": "others"}
+    label = {"app.kubernetes.io/part-of": "406"}
     assert [role for role, pod in rendered.pods().items() if selects(label, pod)] == ["gateway"]
 
 
@@ -43,7 +43,7 @@ def test_requests_go_to_the_port_of_the_http_apis(helm):
     (container,) = rendered.pods()["gateway"]["spec"]["containers"]
     assert {"name": "http", "containerPort": pool["spec"]["targetPorts"][0]["number"]} in container["ports"]
     assert pool["spec"]["endpointPickerRef"] == {
-        "name": "llm-epp",
+        "name": "405-epp",
         "port": {"number": 9002},
         "failureMode": "FailOpen",
     }

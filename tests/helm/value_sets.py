@@ -86,7 +86,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
         "baton-a",
         {
             "inferencePool": {
-                "name": "llm",
+                "name": "405",  # no number
                 "endpointPicker": {"failureMode": "FailOpen"},
                 "route": {
                     "parentRefs": [{"name": "public", "namespace": "gateways", "sectionName": "https"}],
@@ -101,7 +101,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "cell": (
         "baton-b",
         {
-            "inferencePool": {"name": "llm", "create": False},
+            "inferencePool": {"name": "405", "create": False},
             "gateway": {"replicas": 1},
             "apiKeys": {"existingSecret": "our-keys"},
         },
@@ -110,7 +110,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
         "baton",
         {
             "inferencePool": {
-                "name": "others",
+                "name": "406",
                 "create": False,
                 "route": {"parentRefs": [{"name": "public"}]},
             }
@@ -134,3 +134,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "volume": {"model": {"volume": {"emptyDir": {}, "hostPath": {"path": "/x"}}}},
 }
 """What Helm must say -> values that values.schema.json must refuse."""
+
+APART: dict[str, dict[str, Any]] = {
+    "decode.autoscaling.metrics is empty": {
+        "workers": {"autoscaling": {"enabled": True}},
+        "decode": {"autoscaling": {"metrics": {"baton_kv_usage": None, "baton_wait_seconds": None}}},
+    },
+    "set inferencePool.name": {"inferencePool": {"route": {"parentRefs": [{"name": "public"}]}}},
+}
+"""What Helm must say -> values that do not go together."""

@@ -14,7 +14,7 @@ metadata:
   labels:
     {{- include "baton.labels" . | nindent 4 }}
     {{- if and (eq .role "gateway") $values.inferencePool.name }}
-    app.kubernetes.io/part-of: {{ $values.inferencePool.name }}
+    app.kubernetes.io/part-of: {{ quote $values.inferencePool.name }}
     {{- end }}
   {{- with $it.annotations }}
   annotations:
