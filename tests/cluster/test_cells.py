@@ -141,5 +141,5 @@ def test_a_picker_finds_the_idle_cell_and_leaves_those_that_cannot_compute(cells
         assert ready(c) and pick(cells) is c
         c.decode.kill()
         wait(lambda: not ready(c), "c is not ready")
-        assert pick(cells) is b
+        assert pick(cells) is not c
     wait(lambda: pick(cells) is a, "a is idle again")

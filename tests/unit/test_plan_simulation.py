@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from dataclasses import replace
 from itertools import pairwise
@@ -140,6 +141,15 @@ def test_the_same_seed_gives_the_same_records():
     assert first == second
     other = poisson(10, Lengths(50, 400), Lengths(5, 40), 60, 10, 2048)
     assert simulate(NodeLayout(1, 2), setup(), other).records != first.records
+
+
+def test_an_event_loop_around_it_makes_no_difference():
+    load = traffic((1, 500, 4))
+
+    async def around():
+        return simulate(NodeLayout(1, 1), setup(), load)
+
+    assert asyncio.run(around()) == simulate(NodeLayout(1, 1), setup(), load)
 
 
 def test_a_shared_prefix_is_computed_once():

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
+from baton.sim.event_loop import VirtualLoop
 from baton.sim.world import Actor, World
 
 
@@ -25,7 +26,7 @@ class Future:
         if self._done:
             return
         loop = asyncio._get_running_loop()
-        if loop is None:
+        if not isinstance(loop, VirtualLoop):  # a real one's callback may run the simulation
             yield self
             return
         over = loop.create_future()
