@@ -304,6 +304,8 @@ class SimCluster:
         """Takes unreserved pages for a while."""
 
         def take() -> None:
+            if worker.closed:  # it changes its role: its pages are not counted again before it does
+                return
             scheduler = worker.scheduler
             count = min(fault.value, scheduler.reservations.headroom) // len(scheduler.cache.groups)
             block_table = scheduler.cache.hold(())
