@@ -7,7 +7,8 @@
 
 Requests are drawn from a seed, over sampling parameters, stop strings and ids, penalties, n, grammars, tools,
 sessions, priorities and log-probabilities of outputs and prompts; every third was asked before. Texts, tokens
-and finish reasons must be equal, log-probabilities within 1e-4. Prints each that differs, and exits with 1.
+and finish reasons must be equal, log-probabilities within --tolerance. Prints each that differs, and exits
+with 1.
 (In some 100,000 tokens two logits are equal up to rounding: batches of other sizes, too, then choose others.)
 The file of answers is one of continuations, too, as BATON_TEST_ORACLE names it.
 """
@@ -29,7 +30,6 @@ from baton.client import AsyncClient, Completion
 from baton.client.types import PositionLogprobs
 from baton.engine.draft.oracle import prompt_digest
 
-TOLERANCE = 1e-4
 MOST_TOP = 3
 """Most likely tokens that are asked for."""
 SCHEMA = {
@@ -134,7 +134,7 @@ def answers(number: int, turns: list[dict[str, Any]], completions: list[Completi
             }
 
 
-def differs(one: Answer, other: Answer) -> str:
+def differs(one: Answer, other: Answer, tolerance: float) -> str:
     """What differs; empty: nothing."""
     for name, value in one.items():
         if not name.endswith("logprobs"):
@@ -144,7 +144,7 @@ def differs(one: Answer, other: Answer) -> str:
             return f"{name}: {len(value)} and {len(other[name])} of them"
         else:
             most = max((abs(a - b) for a, b in zip(value, other[name], strict=True)), default=0.0)
-            if most > TOLERANCE:
+            if most > tolerance:
                 return f"{name}: up to {most:.2g} apart"
     return ""
 
@@ -167,7 +167,7 @@ async def run(options: argparse.Namespace) -> None:
             for answer in answers(number, turns, completions):
                 if kept is not None:
                     print(json.dumps(answer), file=kept)
-                elif problem := differs(known[answer["name"]], answer):
+                elif problem := differs(known[answer["name"]], answer, options.tolerance):
                     wrong.append(problem)
                     print(f"{answer['name']}: {problem}\n{turns}", flush=True)
                 counts["choices"] += 1
@@ -207,6 +207,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=900, help="prompts have token ids below this")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="of log-probabilities; 0 for --batch-invariant"
+    )
     asyncio.run(run(parser.parse_args()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode_node import Node
+from decode_node import STEP, Node
 
 
 def test_one_stalled_step_refuses_nobody_who_has_time():
@@ -33,6 +33,19 @@ def test_first_tokens_that_waited_through_a_stall_are_no_measure():
     node.core.step_stats.stalled += 30.0  # before it came
     node.start(20)
     node.run(2)
+    assert 0.0 < node.core.overload.first_token.value < 1.0
+
+
+def test_a_stall_that_began_before_a_request_leaves_its_first_token_no_negative_time():
+    node = Node()
+    for number in range(60):
+        node.start(number, max_tokens=2)
+        due = node.pipeline.begin()
+        if number < 2:
+            node.core.step_stats.stalled += 0.3  # the whole of it is said behind the admission
+        node.now += STEP
+        node.pipeline.finish(due)
+        node.run(3)
     assert 0.0 < node.core.overload.first_token.value < 1.0
 
 

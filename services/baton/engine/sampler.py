@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from baton.engine.grammar_masks import GrammarMasks, Masks
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit
@@ -55,11 +56,14 @@ class TokenLogprobs:
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> TokenLogprobs:
     """Log-probabilities of `tokens` [positions] and of the `top` most likely tokens under float32 logits
-    [positions, vocab]."""
-    total = logits.logsumexp(-1, keepdim=True)
-    chosen = logits.gather(1, tokens[:, None]) - total
-    values, indices = logits.topk(min(top, logits.shape[1]), dim=-1)
-    return TokenLogprobs(tokens, chosen.squeeze(1), indices, values - total)
+    [positions, vocab]. Those of a position do not depend on how many others there are: a row at a time is
+    summed, unlike by logsumexp."""
+    vocab = logits.shape[1]
+    _, indices = logits.topk(min(top, vocab), dim=-1)
+    # Rows that begin elsewhere in 16 bytes are summed in another order.
+    logprobs = functional.pad(logits, (0, -vocab % 4), value=-torch.inf).log_softmax(-1)
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    return TokenLogprobs(tokens, chosen, indices, logprobs.gather(1, indices))
 
 
 _LOGITS_ROWS = 64

@@ -117,6 +117,18 @@ def close_memory(pointer: Pointer) -> None:
     _checked("cudaIpcCloseMemHandle", runtime.cudaIpcCloseMemHandle(pointer))
 
 
+def pin(pointer: Pointer, size: int) -> None:
+    """Page-locks the host's memory there for all GPUs, until `unpin`. Blocks."""
+    runtime, _ = _bindings()
+    _checked("cudaHostRegister", runtime.cudaHostRegister(pointer, size, runtime.cudaHostRegisterPortable))
+
+
+def unpin(pointer: Pointer) -> None:
+    """Before the memory is freed: what lies there next could not be pinned."""
+    runtime, _ = _bindings()
+    _checked("cudaHostUnregister", runtime.cudaHostUnregister(pointer))
+
+
 class Copier:
     """Enqueues copies on one stream."""
 

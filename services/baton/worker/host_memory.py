@@ -20,7 +20,7 @@ from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.step_cost import StepCost, StepLoad, chunk_pairs
 from baton.transport import cuda_runtime
-from baton.transport.base import pieces_of, runs_of
+from baton.transport.base import TransportError, pieces_of, runs_of
 from baton.transport.cuda_pages import PagePart
 from baton.worker.memory import check_pool
 from baton.worker.page_directory import PageDirectory
@@ -29,8 +29,6 @@ _log = get_logger()
 
 SLAB_BYTES = 256 * 2**20
 """Memory is pinned in pieces of this size, or of one page: about a quarter of a second each."""
-FOR_ALL_GPUS = 1
-"""cudaHostRegisterPortable"""
 MEASURED_PAGES = 8
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _Streams = dict[torch.device, torch.cuda.Stream]
@@ -76,6 +74,8 @@ class HostMemory:
         self._cuda = self._devices[0].type == "cuda"
         self._page_bytes = page_bytes
         self._per_slab = min(pages, max(1, SLAB_BYTES // page_bytes))
+        self._pinned: list[int] = []
+        """Addresses."""
         self._slabs: list[torch.Tensor] = [self._slab(self._per_slab)]
         """uint8 [pages, page_bytes] each."""
         self._allocator = PageAllocator(pages)
@@ -123,6 +123,10 @@ class HostMemory:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        if self._pinned:
+            cuda_runtime.use(self._devices[0])
+        while self._pinned:
+            cuda_runtime.unpin(self._pinned.pop())
 
     # --- copies -----------------------------------------------------------------------------------------
 
@@ -207,19 +211,16 @@ class HostMemory:
             if self._cuda:
                 # Not by torch's own pinned allocator, which rounds sizes up to powers of two.
                 slab.fill_(0)
-                register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
-                answer = register(slab.data_ptr(), size, FOR_ALL_GPUS)
-                if int(answer) != 0:
-                    raise RuntimeError(f"cudaHostRegister: {answer}")
-        except RuntimeError as error:
+                cuda_runtime.use(self._devices[0])
+                cuda_runtime.pin(slab.data_ptr(), size)
+                self._pinned.append(slab.data_ptr())
+        except (RuntimeError, TransportError) as error:
             text = f"--host-memory: {size} bytes cannot be had: {str(error).splitlines()[0]}; give it less"
             raise failed_precondition(text) from error
         return slab.view(pages, self._page_bytes)
 
     def _grow(self) -> None:
         """Pins the other slabs, one after the other."""
-        if self._cuda:
-            torch.cuda.set_device(self._devices[0])
         began, total = time.monotonic(), self._allocator.counts().total
         for first in range(self._per_slab, total, self._per_slab):
             if self._closed.is_set():

@@ -306,7 +306,8 @@ class DecodeCore:
         caller, number = state.key.caller, state.key.request
         if isinstance(event, TokenEvent):
             if not state.output_tokens and state.admitted is not None:
-                first_tokens.append(self._now - self.step_stats.stalled - state.admitted)
+                # A stall may have begun before the admission, and count as a whole.
+                first_tokens.append(max(0.0, self._now - self.step_stats.stalled - state.admitted))
             if event.finish is not None:
                 self.overload.output.add(event.sequence.num_output)
             state.output_tokens += 1

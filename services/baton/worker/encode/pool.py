@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +15,11 @@ import torch
 from baton.engine.image_spans import ImageSpan
 from baton.kvcache.page_allocator import PageAllocator, PageCounts
 from baton.rpc.logs import get_logger
-from baton.transport.base import nothing
+from baton.transport import cuda_runtime
+from baton.transport.base import TransportError, nothing
 
 _log = get_logger()
 
-FOR_ALL_GPUS = 1
-"""cudaHostRegisterPortable"""
 LEND_SECONDS = 30.0
 """After that the pages of a lease may be reused; a pull takes much less."""
 
@@ -135,13 +135,10 @@ class EmbeddingPool:
 def pin(rows: npt.NDArray[np.uint8], device: torch.device) -> Callable[[], object]:
     """Has a GPU write this memory without its driver's own in between. Returns what
     undoes that. Where it cannot be had nothing changes, but for a line in the log. Blocks."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     try:
-        with torch.cuda.device(device):  # else a thread has the first GPU's driver take memory there
-            answer: int | str = int(runtime.cudaHostRegister(rows.ctypes.data, rows.nbytes, FOR_ALL_GPUS))
-    except RuntimeError as error:
-        answer = str(error).splitlines()[0]
-    if answer:
-        _log.warning("embeddings are copied slowly: their memory cannot be pinned", error=answer)
+        cuda_runtime.use(device)  # else a thread has the first GPU's driver take memory there
+        cuda_runtime.pin(rows.ctypes.data, rows.nbytes)
+    except TransportError as error:
+        _log.warning("embeddings are copied slowly: their memory cannot be pinned", error=str(error))
         return nothing
-    return lambda: runtime.cudaHostUnregister(rows.ctypes.data)
+    return partial(cuda_runtime.unpin, rows.ctypes.data)
