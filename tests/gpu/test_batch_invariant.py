@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_recurrent_on_gpu import FAMILIES
 
+from baton.engine.sampler import token_logprobs
 from baton.engine.sampling_params import SamplingParams
 from baton.layers.linear import Linear
 from rig import CUDA, GREEDY, generate, make, prompts_of, save_checkpoint
@@ -38,6 +39,21 @@ def test_a_row_of_a_product(columns, inner, bias):
     out = torch.full((70, columns), torch.nan, device=CUDA, dtype=torch.bfloat16)
     assert matmul(x[:65], linear, out[:65]) is not None
     assert torch.equal(out[:65], want[:65]) and out[65:].isnan().all()
+
+
+@pytest.mark.parametrize("vocab", [4096, 4098, 151_936])
+def test_log_probabilities(vocab):
+    logits = torch.randn(200, vocab, generator=torch.Generator(CUDA).manual_seed(vocab), device=CUDA)
+    tokens = torch.arange(200, device=CUDA)
+    want = token_logprobs(logits, tokens, 3)
+    exact = logits.double().log_softmax(-1)
+    assert (want.chosen - exact.gather(1, tokens[:, None]).squeeze(1)).abs().max() < 1e-5
+    assert torch.equal(want.top_tokens, exact.topk(3).indices)
+    for rows in (1, 2, 7, 64):
+        for first in (0, 3, 200 - rows):
+            found = token_logprobs(logits[first : first + rows], tokens[first : first + rows], 3)
+            assert torch.equal(found.chosen, want.chosen[first : first + rows]), (rows, first)
+            assert torch.equal(found.top, want.top[first : first + rows]), (rows, first)
 
 
 class Recorded:
