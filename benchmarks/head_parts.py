@@ -2,11 +2,10 @@
 
     python benchmarks/head_parts.py --model 8b --rows 1 --drafts 5 --out DIR
 
-The graphs of a decode step, of one that verifies the drafts, of its sampling and of the head's passes are
-replayed by themselves: milliseconds of each, its kernels by name, and what of its time no kernel runs. Then
-steps of a run: how long one takes, and how much of that the device is idle, as it waits for the host.
-Weights are random, drafts an oracle's, and the head is that of draft_speed.py. Writes DIR/head_parts.json.
-On a CPU, which has no graphs, only the run is timed.
+Steps of a run: how long one takes, its kernels by name, and how much of it the device is idle, as it waits
+for the host. Then the graphs of a decode step without drafts and of the head's passes, replayed by
+themselves. Weights are random, drafts an oracle's, and the head is that of draft_speed.py. Writes
+DIR/head_parts.json. On a CPU, which has no graphs, only the run is timed.
 """
 
 from __future__ import annotations
@@ -64,6 +63,18 @@ def busy(kernels: Sequence[Kernel]) -> float:
     return total
 
 
+def by_name(kernels: Sequence[Kernel], steps: int) -> dict[str, tuple[float, float]]:
+    """How many of each a step has, and their microseconds; prints those that take most."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        times[kernel.name].append(kernel.end - kernel.start)
+    names = sorted(times.items(), key=lambda each: -sum(each[1]))
+    for name, each in names[:MOST_NAMES]:
+        mean, whole = statistics.mean(each), sum(each) / steps
+        print(f"    {len(each) / steps:6.1f} x {mean:8.2f} us = {whole:8.1f}  {name[:90]}")
+    return {name: (len(each) / steps, sum(each) / steps) for name, each in names}
+
+
 def replayed(name: str, replay: Callable[[], Any]) -> dict[str, Any]:
     for _ in range(10):
         replay()
@@ -74,21 +85,10 @@ def replayed(name: str, replay: Callable[[], Any]) -> dict[str, Any]:
     ended.record()
     torch.cuda.synchronize()
     _, kernels = profiled(replay)
-    times: dict[str, list[float]] = defaultdict(list)
-    for kernel in kernels:
-        times[kernel.name].append(kernel.end - kernel.start)
     milliseconds = begun.elapsed_time(ended) / REPLAYS
     print(f"{name}: {milliseconds:.3f} ms, {len(kernels)} kernels that run {busy(kernels) / 1e3:.3f} ms")
-    names = sorted(times.items(), key=lambda each: -sum(each[1]))
-    for kernel_name, each in names[:MOST_NAMES]:
-        print(f"    {len(each):4} x {statistics.mean(each):8.2f} us = {sum(each):8.1f}  {kernel_name[:90]}")
-    return {
-        "part": name,
-        "ms": milliseconds,
-        "kernels": len(kernels),
-        "busy_ms": busy(kernels) / 1e3,
-        "names": {kernel_name: [len(each), sum(each)] for kernel_name, each in names},
-    }
+    found = {"part": name, "ms": milliseconds, "kernels": len(kernels), "busy_ms": busy(kernels) / 1e3}
+    return found | {"names": by_name(kernels, 1)}
 
 
 def parts(bench: EngineBench, rows: int, drafts: int) -> list[dict[str, Any]]:
@@ -96,13 +96,10 @@ def parts(bench: EngineBench, rows: int, drafts: int) -> list[dict[str, Any]]:
     runner, loaded = bench.engine.runner, bench.engine.drafter
     if not isinstance(runner, ModelRunner) or loaded is None:
         return []
-    drafter, decode, few = loaded.drafter, runner.graphs, runner.chunk_graphs
-    if decode is None or few is None or not isinstance(drafter, HeadDrafter) or drafter._graphs is None:
+    drafter, decode = loaded.drafter, runner.graphs
+    if decode is None or not isinstance(drafter, HeadDrafter) or drafter._graphs is None:
         return []
     found = [replayed("step without drafts", lambda: decode.replay(rows))]
-    shape = min(s for s in few._graphs if s.few and s.rows >= rows and s.longest > drafts)
-    found.append(replayed(f"step that verifies, {shape.tokens} tokens", few._graphs[shape].replay))
-    found.append(replayed("its sampling", few._choosing[shape].replay))
     head_shape = drafter._graphs.shape(rows, drafts)
     assert head_shape is not None
     found.append(replayed(f"head, {head_shape.drafts} drafts", drafter._graphs._graphs[head_shape].replay))
@@ -167,13 +164,14 @@ def main() -> None:
     report |= {"step_ms": 1e3 * (timed.tpot or 0.0), "host_ms": {k: 1e3 * v for k, v in timed.host.items()}}
     report["a_step"] = timed.step_tokens / max(1, len(timed.step_seconds)) / options.rows
     print(", ".join(f"{name} {report[name]}" for name in ("step_ms", "a_step", "host_ms")))
-    report["parts"] = parts(bench, options.rows, options.drafts)
-    if report["parts"]:
+    if options.device == "cuda":
         again, kernels = profiled(run)
         wall = max(each.end for each in kernels) - min(each.start for each in kernels)
         steps = len(again.step_seconds) + 2
         report["profiled"] = {"step_ms": wall / steps / 1e3, "idle_ms": (wall - busy(kernels)) / steps / 1e3}
         print(f"a step under the profiler: {report['profiled']}")
+        report["profiled"]["names"] = by_name(kernels, steps)
+    report["parts"] = parts(bench, options.rows, options.drafts)
     (options.out / "head_parts.json").write_text(json.dumps(report, indent=1))
     bench.close()
 
