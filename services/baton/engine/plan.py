@@ -107,7 +107,9 @@ class PlanRow:
 
     @property
     def count(self) -> int:
-        return len(self.tokens) if self.tokens is not None else 1 + max(0, len(self.drafts) - self.ahead)
+        if self.tokens is not None:
+            return len(self.tokens)
+        return 1 + max(0, len(self.drafts) - self.ahead) if self.drafts else 1
 
     @property
     def longest(self) -> int:

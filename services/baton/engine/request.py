@@ -113,7 +113,7 @@ class Sequence:
     @property
     def num_output(self) -> int:
         """Output tokens, those in flight included."""
-        return self.num_read + self.unread
+        return len(self.tokens) - len(self.request.prompt) + self.unread  # for every row of every step
 
     @property
     def num_read(self) -> int:

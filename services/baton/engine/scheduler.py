@@ -294,17 +294,23 @@ class Scheduler(SchedulerState):
 
     def _commit_decode(self, record: Record, row: RowResult) -> None:
         """Takes back what the row counted for drafts that were wrong."""
-        sequence, wrong = record.sequence, 1 + record.drafts - len(row.tokens)
-        sequence.unread -= 1 + record.drafts
-        sequence.drafted -= record.drafts
-        sequence.computed -= wrong
-        sequence.retired += len(row.tokens)
-        if self.cache.has_states and record.drafts:
-            sequence.replay = record.drafts - wrong
+        sequence, drafts = record.sequence, record.drafts
+        if not drafts:
+            sequence.unread -= 1
+            sequence.retired += 1
+            self._take_token(sequence, row.tokens[0], row.logprobs[0] if row.logprobs else None)
+            return
+        right = len(row.tokens) - 1
+        sequence.unread -= 1 + drafts
+        sequence.drafted -= drafts
+        sequence.computed -= drafts - right
+        sequence.retired += 1 + right
+        if self.cache.has_states:
+            sequence.replay = right
         for token, logprobs in row.sampled():
             self._take_token(sequence, token, logprobs)
-        if record.drafts and self.drafts is not None:
-            self.drafts.verified(sequence, record.kind, record.drafts, record.drafts - wrong)
+        if self.drafts is not None:
+            self.drafts.verified(sequence, record.kind, drafts, right)
 
     def fail_step(self, step: Step, message: str) -> None:
         """The step could not be executed: everything in it fails."""

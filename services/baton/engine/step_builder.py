@@ -64,23 +64,16 @@ class StepBuilder:
         if not sequence.slot_ready:
             self._init_slot(sequence, sequence.tokens[-1])
         slot, tables = sequence.slot, sequence.block_table.page_tables()
-        ahead, replay, images = sequence.drafted, sequence.replay, sequence.request.images
-        row = PlanRow(
-            slot,
-            None,
-            sequence.computed - ahead,
-            tables,
-            (slot,),
-            drafts=drafts,
-            ahead=ahead,
-            replay=replay,
-            images=images,
-        )
+        computed, ahead = sequence.computed, sequence.drafted
+        row = PlanRow(slot, None, computed - ahead, tables, (slot,), images=sequence.request.images)
+        record = Record(sequence, sequence.epoch, computed + 1, (sequence,))
+        if drafts or ahead or sequence.replay:  # few rows have any: there may be hundreds
+            row.drafts, row.ahead, row.replay = drafts, ahead, sequence.replay
+            record.drafts, record.kind = row.count - 1, (sequence.draft_kind, sequence.unread)
+            record.end += record.drafts
         self._rows.append(row)
-        count = row.count
-        end, kind = sequence.computed + count, (sequence.draft_kind, sequence.unread)
-        self.records.append(Record(sequence, sequence.epoch, end, (sequence,), count - 1, kind))
-        self.tokens += count
+        self.records.append(record)
+        self.tokens += 1 + record.drafts
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
         """A row for the next `count` tokens of a prompt. The last chunk samples a token for each choice."""
@@ -113,12 +106,12 @@ class StepBuilder:
         if not self._rows and not copies:
             return None
         for record in self.records:
-            record.sequence.computed, record.sequence.replay = record.end, 0
-            record.sequence.last_step = self.number
-            record.sequence.drafted += record.drafts
-            for sequence in record.targets:
-                sequence.last_step = self.number
-                sequence.unread += 1 + record.drafts
+            sequence, drafts = record.sequence, record.drafts
+            sequence.computed, sequence.replay, sequence.last_step = record.end, 0, self.number
+            sequence.drafted += drafts
+            for target in record.targets:
+                target.last_step = self.number
+                target.unread += 1 + drafts
         for copy in copies:
             copy.sequence.last_step = self.number
         pairs = tuple(pair for copy in copies for pair in copy.pairs)
