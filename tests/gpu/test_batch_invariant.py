@@ -11,6 +11,7 @@ from test_recurrent_on_gpu import FAMILIES
 
 from baton.engine.sampler import token_logprobs
 from baton.engine.sampling_params import SamplingParams
+from baton.layers.attention import AttentionOptions
 from baton.layers.linear import Linear
 from rig import CUDA, GREEDY, generate, make, prompts_of, save_checkpoint
 
@@ -54,6 +55,36 @@ def test_log_probabilities(vocab):
             found = token_logprobs(logits[first : first + rows], tokens[first : first + rows], 3)
             assert torch.equal(found.chosen, want.chosen[first : first + rows]), (rows, first)
             assert torch.equal(found.top, want.top[first : first + rows]), (rows, first)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("dim", "page_size"), [(64, 128), (128, 16), (256, 128)])
+def test_attention_of_a_token_wherever_its_chunk_begins(dim, page_size, window):
+    from baton.layers.kernels.prefill_attention import chunk_attention
+
+    torch.manual_seed(dim)
+    rows, tokens, heads, kv_heads = 100, 256, 4, 2
+    pages = tokens // page_size
+    pool = torch.randn(rows * pages, kv_heads, 2, page_size, dim, device=CUDA).bfloat16()
+    keys, values = (pool[:, :, part].transpose(1, 2) for part in (0, 1))
+    table = torch.arange(rows * pages, dtype=torch.int32, device=CUDA).view(rows, pages)
+    q = (3 * torch.randn(rows, tokens, heads, dim, device=CUDA)).bfloat16()
+
+    def run(first, last):
+        count = last - first
+        starts = count * torch.arange(rows + 1, dtype=torch.int32, device=CUDA)
+        lengths = torch.full((rows,), last, dtype=torch.int32, device=CUDA)
+        x = q[:, first:last].reshape(-1, heads, dim).contiguous()
+        out = torch.empty_like(x)
+        options = AttentionOptions(window=window)
+        chunk_attention(x, keys, values, table, lengths, starts, out, options, invariant=True)
+        return out.view(rows, count, heads, dim)
+
+    whole = run(0, tokens)
+    for first in (1, 7, 16, 31, 64, 65, 80, 255):
+        assert torch.equal(run(first, tokens), whole[:, first:]), first
+    for position in (62, 63, 64, 127, 128, 191):  # as decode rows
+        assert torch.equal(run(position, position + 1), whole[:, position : position + 1]), position
 
 
 class Recorded:

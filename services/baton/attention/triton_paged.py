@@ -111,4 +111,5 @@ class FixedTritonAttention(TritonAttention):
             rows.plans[self._group],
             out,
             self._options[layer],
+            invariant=True,
         )

@@ -226,6 +226,7 @@ def chunk_attention(
     out: torch.Tensor,
     options: AttentionOptions = NONE,
     tile: tuple[int, int, int, int] | None = None,
+    invariant: bool = False,
 ) -> None:
     """Consecutive tokens of each row, q [tokens, heads, head_dim], over the row's keys and values up to their
     own into `out`, contiguous, of q's shape.
@@ -233,7 +234,9 @@ def chunk_attention(
     keys, values: a layer's [pages, page_size, kv heads, head_dim], a head's tokens contiguous; table: int32
     [rows, pages]; lengths: int32 [rows], the chunk included; starts: int32 [rows + 1], where each row's
     tokens start in q. head_dim is a power of two. `options`: all but `latent`. Reads nothing behind a
-    row's end. `tile`: queries (tokens times heads of a group), keys, warps, stages.
+    row's end. `tile`: queries (tokens times heads of a group), keys, warps, stages. `invariant`: a token's
+    result does not depend on where its tile begins. (The passes with a mask and without are compiled apart;
+    in one alone a product and a difference would become one operation, rounded once.)
     """
     tokens, heads, dim = q.shape
     rows = lengths.shape[0]
@@ -273,6 +276,7 @@ def chunk_attention(
         BLOCK=block,
         STAGES=stages,
         num_warps=warps,
+        enable_fp_fusion=not invariant,
     )
 
 
