@@ -164,7 +164,7 @@ def main() -> None:
     report |= {"step_ms": 1e3 * (timed.tpot or 0.0), "host_ms": {k: 1e3 * v for k, v in timed.host.items()}}
     report["a_step"] = timed.step_tokens / max(1, len(timed.step_seconds)) / options.rows
     print(", ".join(f"{name} {report[name]}" for name in ("step_ms", "a_step", "host_ms")))
-    if options.device == "cuda":
+    if options.device.startswith("cuda"):
         again, kernels = profiled(run)
         wall = max(each.end for each in kernels) - min(each.start for each in kernels)
         steps = len(again.step_seconds) + 2

@@ -31,7 +31,8 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 def _ids(config: Any) -> Iterator[int]:
     value = config.get("eos_token_id") if isinstance(config, dict) else None
-    yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+    values = value if isinstance(value, list) else [value]
+    yield from (each for each in values if isinstance(each, int) and each >= 0)
 
 
 def _of_tokenizer(path: Path) -> Iterator[int]:

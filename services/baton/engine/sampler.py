@@ -60,8 +60,9 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Toke
     summed, unlike by logsumexp."""
     vocab = logits.shape[1]
     _, indices = logits.topk(min(top, vocab), dim=-1)
-    # Rows that begin elsewhere in 16 bytes are summed in another order.
-    logprobs = functional.pad(logits, (0, -vocab % 4), value=-torch.inf).log_softmax(-1)
+    if vocab % 4:  # rows that begin elsewhere in 16 bytes are summed in another order
+        logits = functional.pad(logits, (0, -vocab % 4), value=-torch.inf)
+    logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     return TokenLogprobs(tokens, chosen, indices, logprobs.gather(1, indices))
 

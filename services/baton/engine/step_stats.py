@@ -20,7 +20,7 @@ FIRST_STEP_SECONDS = 60.0
 
 
 class MovingAverage:
-    """An exponential moving average; 0 until there is a value. Values are cut to STALL times the average."""
+    """An exponential moving average of values >= 0; 0 until there is one. They are cut to STALL times it."""
 
     def __init__(self, weight: float) -> None:
         self.value = 0.0

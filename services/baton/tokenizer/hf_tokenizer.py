@@ -244,7 +244,7 @@ def _read_tokenizer(path: Path) -> Any:
 
 def _image_settings(path: Path, config: dict[str, Any]) -> node_pb2.ImageSettings | None:
     token = config.get("image_token_id")
-    if not isinstance(config.get("vision_config"), dict) or not isinstance(token, int):
+    if not isinstance(config.get("vision_config"), dict) or not isinstance(token, int) or token < 0:
         return None
     try:
         found = read_settings(path)

@@ -172,6 +172,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         load = node_pb2.Load(draining=self.draining)
         for counts in (self._counts, *(streams.counts for streams in self._streams)):
             _add(load, counts)
+        load.requests += sum(streams.open for streams in self._streams)
         return load
 
     async def stop(self) -> None:
@@ -215,7 +216,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 
 
 class TokenStreams:
-    """Applies messages in order; used by one thread at a time. `counts` is this call's share of the load."""
+    """Applies messages in order; used by one thread at a time, perhaps still when the call has ended.
+    `counts` and `open` are this call's share of the load."""
 
     def __init__(self, vocabulary: Vocabulary, max_streams: int = MAX_STREAMS) -> None:
         self.counts = node_pb2.Load()
@@ -243,8 +245,12 @@ class TokenStreams:
     def close(self) -> None:
         """Drops every open stream."""
         self.counts.cancelled += len(self._open)
-        self.counts.requests -= len(self._open)
         self._open.clear()
+
+    @property
+    def open(self) -> int:
+        """Open streams."""
+        return len(self._open)
 
     def _apply(
         self, item: tokenizer_pb2.DetokenizeItem, output: tokenizer_pb2.DetokenizeOutput, field: str
@@ -279,13 +285,11 @@ class TokenStreams:
             )
         skip = item.skip_special_tokens if item.HasField("skip_special_tokens") else True
         stream = self._open[item.id] = Detokenizer(self._vocabulary, item.context, skip)
-        self.counts.requests += 1
         return stream
 
     def _drop(self, name: int) -> None:
         """Closes the stream, but remembers its id for a while: a late item must not open it again."""
-        if self._open.pop(name, None) is not None:
-            self.counts.requests -= 1
+        self._open.pop(name, None)
         self._closed[name] = None
         if len(self._closed) > self._max_streams:
             self._closed.popitem(last=False)

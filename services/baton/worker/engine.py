@@ -179,6 +179,8 @@ class Engine:
         self.ranks.close()
         for published in self._published:
             published.close()
+        if self.host_memory is not None:
+            self.host_memory.unpin()
 
 
 def build_engine(config: WorkerConfig, incarnation: int, stopping: threading.Event | None = None) -> Engine:

@@ -123,10 +123,17 @@ class HostMemory:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-        if self._pinned:
-            cuda_runtime.use(self._devices[0])
-        while self._pinned:
-            cuda_runtime.unpin(self._pinned.pop())
+
+    def unpin(self) -> None:
+        """After `close`, once nothing else waits to be closed: it may take seconds, and fails where the GPU
+        has."""
+        try:
+            if self._pinned:
+                cuda_runtime.use(self._devices[0])
+            while self._pinned:
+                cuda_runtime.unpin(self._pinned.pop())
+        except (RuntimeError, TransportError) as error:
+            _log.warning("host memory stays pinned", error=cuda_runtime.one_line(error))
 
     # --- copies -----------------------------------------------------------------------------------------
 

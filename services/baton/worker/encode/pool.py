@@ -138,7 +138,8 @@ def pin(rows: npt.NDArray[np.uint8], device: torch.device) -> Callable[[], objec
     try:
         cuda_runtime.use(device)  # else a thread has the first GPU's driver take memory there
         cuda_runtime.pin(rows.ctypes.data, rows.nbytes)
-    except TransportError as error:
-        _log.warning("embeddings are copied slowly: their memory cannot be pinned", error=str(error))
+    except (RuntimeError, TransportError) as error:
+        why = cuda_runtime.one_line(error)
+        _log.warning("embeddings are copied slowly: their memory cannot be pinned", error=why)
         return nothing
     return partial(cuda_runtime.unpin, rows.ctypes.data)

@@ -222,8 +222,8 @@ class EncodeNode(encode_pb2_grpc.EncodeServicer):
             await self._contents.close()
         if self.batches is not None:
             self.batches.close()
-            self._unpin()
             self._published.close()
+            self._unpin()
 
     def info(self) -> node_pb2.NodeInfo:
         info = node_pb2.NodeInfo(incarnation=self._incarnation)
