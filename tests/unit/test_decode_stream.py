@@ -8,7 +8,7 @@ from baton.engine.plan import Logprobs
 from baton.engine.request import EngineFinishReason
 from baton.v1 import common_pb2, decode_pb2
 from baton.worker.decode import stream
-from baton.worker.decode.stream import DecodeStream, add_output, merge
+from baton.worker.decode.stream import DecodeStream, add_output, merge, pieces
 from baton.worker.decode.types import DoneOutput, TokensOutput
 from virtual_time import skip_waits
 
@@ -37,6 +37,20 @@ def prompt(request):
 
 def finished(request):
     return decode_pb2.DecodeEvent(request=request, finished=decode_pb2.DecodeFinished())
+
+
+def test_of_a_large_message_prompts_come_before_tokens_and_ends_behind(monkeypatch):
+    monkeypatch.setattr(stream, "MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr(stream, "PIECE_BYTES", 60)
+    deltas = [decode_pb2.TokenDelta(request=number, token_ids=range(20)) for number in range(5)]
+    message = decode_pb2.StepEvents(step=3, events=[finished(1), prompt(2)], tokens=deltas)
+    order = []
+    for piece in pieces(message):
+        assert piece.step == 3 and piece.ByteSize() <= 60
+        order += [event.WhichOneof("kind") for event in piece.events if event.HasField("prompt")]
+        order += [delta.request for delta in piece.tokens]
+        order += [event.WhichOneof("kind") for event in piece.events if event.HasField("finished")]
+    assert order == ["prompt", 0, 1, 2, 3, 4, "finished"]
 
 
 class Written:
