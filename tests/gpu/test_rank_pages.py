@@ -172,6 +172,9 @@ async def test_host_memory_has_whole_pages_of_all_ranks(monkeypatch, ours, other
             )
         memory.close()
         local.close()
+        assert memory._pinned
+        memory.unpin()
+        assert not memory._pinned
 
 
 async def test_a_part_that_cannot_be_unmapped_keeps_no_other_mapped(monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from baton.kvcache import KvCacheManager, PageAllocator, PrefixTree
 from baton.kvcache.kv_groups import FULL
 from baton.step_cost import StepCost
+from baton.transport.base import TransportError
 from baton.transport.cuda_pages import PagePart
 from baton.worker import host_memory
 from baton.worker.host_memory import HostMemory
@@ -98,3 +99,20 @@ def test_bytes_come_back_to_every_rank(monkeypatch, ranks):
             assert (part.memory[PAGES] == 0xEE).all(), "the spare page"
     finally:
         tiers.memory.close()
+
+
+def test_what_a_lost_gpu_had_pinned_ends_nothing_else(monkeypatch):
+    """An engine closes on: ranks and shared memory come before, and nothing is raised."""
+    tiers = Tiers(1)
+    tiers.memory.close()
+    tiers.memory._pinned += [4096, 8192]
+    asked = []
+
+    def unpin(address):
+        asked.append(address)
+        raise TransportError("cudaHostUnregister: cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(host_memory.cuda_runtime, "use", lambda device: None)
+    monkeypatch.setattr(host_memory.cuda_runtime, "unpin", unpin)
+    tiers.memory.unpin()
+    assert asked == [8192]

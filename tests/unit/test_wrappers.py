@@ -221,3 +221,8 @@ def test_ends_of_a_wrapper_reach_the_worker(tmp_path):
     config["eos_token_id"], config["text_config"]["eos_token_id"] = 2, 4
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path).eos_token_ids == (2, 4)
+
+
+def test_an_end_token_below_0_is_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": [-1, 7]}')
+    assert end_token_ids(tmp_path) == (7,)

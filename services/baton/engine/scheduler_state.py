@@ -169,7 +169,7 @@ class SchedulerState:
         A sequence takes from its own reservation first, and beyond it only unreserved pages.
         """
         assert sequence.block_table is not None
-        if rows <= len(sequence.block_table.tables[0]):
+        if rows <= len(sequence.block_table.tables[0]):  # not len(block_table): for every row of every step
             return True
         count = self.cache.lacking(sequence.block_table, rows)
         if count > sequence.reserved + max(0, self.reservations.headroom):
