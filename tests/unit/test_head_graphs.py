@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,16 +74,30 @@ def head(checkpoint, tmp_path_factory):
 
 
 def run(
-    checkpoint, head, prompts, params, *, graphs, most, pages=400, slots=16, behind=True, known=(), right=0
+    checkpoint,
+    head,
+    prompts,
+    params,
+    *,
+    graphs,
+    most,
+    pages=400,
+    slots=16,
+    behind=True,
+    known=(),
+    right=0,
+    counts=None,
 ):
     """Outputs, of each draft asked for what is known and what follows, and the shapes of the head's graphs.
-    `behind`: it goes on behind steps that have not been read. `known`: outputs, of which `right` tokens and
-    then a wrong one take the place of the head's drafts."""
+    `behind`: it goes on behind steps that have not been read, and the host does not know its drafts. `known`:
+    outputs, of which `right` tokens and then a wrong one take the place of the head's drafts. `counts`: of
+    drafts that the host did not know."""
     pool = PagePool(PoolLayout.of(head.caches, 16, torch.float32), pages, torch.device("cpu"), spare=1)
     pool.raw.view(torch.float32).fill_(9.0)
     sizes = {"max_slots": slots, "vocab_size": VOCAB, "context_length": CONTEXT, "token_budget": 4096}
     drafter = HeadDrafter(head, pool, (PlainPagedAttention,) * 2, **sizes, graph_drafts=most * graphs)
     shapes, drafts = [], {}
+    counts = Counter() if counts is None else counts
     if graphs:
         choose = drafter._graphs._run
         drafter._graphs._run = lambda shape, rows: (shapes.append(shape), choose(shape, rows))[1]
@@ -89,11 +105,19 @@ def run(
 
     def kept(sequence, count):
         found = list(draft(sequence, count))
-        drafts[sequence.request.key, len(sequence.tokens)] = found
+        named = [-1 - draft for draft in found if draft < 0]
+        device = drafter._launched.tokens if named else torch.zeros(0)
+        drafts[sequence.request.key, len(sequence.tokens)] = device[named].tolist() if named else found
         if known:
             at = len(sequence.tokens) - len(sequence.request.prompt)
-            own = known[sequence.request.key][at : at + right]
-            found = [*own, sequence.tokens[-1] ^ 1][:count]
+            own = [*known[sequence.request.key][at : at + right], sequence.tokens[-1] ^ 1][:count]
+            if not named:
+                return own
+            own = own[: len(named)]
+            with torch.inference_mode():
+                device[named[: len(own)]] = torch.tensor(own, dtype=torch.int32)
+            counts["named"] += len(own)
+            found = found[: len(own)]
         return found
 
     drafter.draft = kept
@@ -137,6 +161,20 @@ def test_drafts_behind_right_ones_are_those_of_single_passes(checkpoint, head, r
     assert len(behind) > 8 and behind.count(5) > 4
 
 
+def test_nothing_follows_a_stop_token_that_was_a_right_draft(checkpoint, head):
+    """The host does not know that it is one of a row's drafts."""
+    prompts = prompts_of(5, 37, 16, 60, 3)
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=40) for i in range(5)]
+    known = run(checkpoint, head, prompts, params, graphs=False, most=1)[0]
+    ends = [output[20 + 3 * i] for i, output in enumerate(known)]
+    params = [replace(each, stop_token_ids=frozenset({end})) for each, end in zip(params, ends, strict=True)]
+    counts = Counter()
+    options = {"graphs": True, "most": 3, "known": known, "right": 3, "counts": counts}
+    found = run(checkpoint, head, prompts, params, **options)[0]
+    assert found == [output[: output.index(end) + 1] for output, end in zip(known, ends, strict=True)]
+    assert counts["named"] > 20
+
+
 @pytest.mark.parametrize("limits", [{}, {"pages": 7}, {"slots": 3}])
 def test_texts_are_those_without(checkpoint, head, limits):
     prompts, params = prompts_of(*range(3, 33, 3)), parameters()
@@ -150,7 +188,7 @@ def test_texts_are_those_without(checkpoint, head, limits):
 def test_shapes_have_room(head):
     pool = PagePool(PoolLayout.of(head.caches, 16, torch.float32), 8, torch.device("cpu"), spare=1)
     attention = ModelAttention(pool, head.heads, head.attention_options, *(PlainPagedAttention,) * 2)
-    graphs = HeadGraphs(head, attention, CONTEXT, DRAFTS[-1], 48)
+    graphs = HeadGraphs(head, attention, VOCAB, CONTEXT, DRAFTS[-1], 48)
     for rows in range(1, 49):
         for drafts in range(1, 8):
             shape = graphs.shape(rows, drafts)
@@ -158,7 +196,7 @@ def test_shapes_have_room(head):
             assert shape.rows < 2 * rows and shape.drafts <= drafts + 1
     assert graphs.shape(65, 1) is None and graphs.shape(1, 8) is None
     # Longer rows of drafts than there are shapes for run without.
-    assert HeadGraphs(head, attention, CONTEXT, DRAFTS[-1] + 1, 48).shapes == graphs.shapes
+    assert HeadGraphs(head, attention, VOCAB, CONTEXT, DRAFTS[-1] + 1, 48).shapes == graphs.shapes
 
 
 def test_tokens_by_temperature_are_the_samplers():

@@ -214,12 +214,13 @@ def test_upload():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_that_follow_unread_drafts(seed):
-    """The device makes of them what the host would, knowing how many of those drafts were right."""
+    """The device makes of them what the host would, knowing how many of those drafts were right; and of rows
+    with drafts that only the device knows."""
     rng = random.Random(seed)
     slots = 8
     there = DeviceSlots(slots, 4, 99, CPU)
     there.last_token.copy_(torch.tensor([1000 + slot for slot in range(slots + 1)]))
-    rows, right = [], {}
+    rows, right, guesses = [], {}, [rng.randrange(99) for _ in range(20)]
     for slot in rng.sample(range(slots), rng.randrange(1, slots)):
         one = row(slot, [1, 2], start=rng.randrange(30))
         one.sample = (slot,)
@@ -228,11 +229,16 @@ def test_rows_that_follow_unread_drafts(seed):
         else:
             one.ahead = rng.choice([0, 0, 1, 3])
             one.drafts = tuple(rng.randrange(99) for _ in range(one.ahead + rng.randrange(4)))
+            if not one.ahead and rng.random() < 0.5:
+                one.drafts = tuple(-1 - rng.randrange(20) for _ in one.drafts)
         right[slot] = rng.randrange(one.ahead + 1)
         there.right[slot] = right[slot] if one.ahead else 7
         rows.append(one)
     host = HostBatch.of(rows)
-    known = HostBatch.of([one.settled(right[one.slot]) for one in rows])
+    known = HostBatch.of([one.settled(right[one.slot], guesses) for one in rows])
+    at, which = host.guesses
+    host.drafts[at] = np.array(guesses)[which]
+    assert not known.guesses.size and len(known.drafts) == 0
     ids, positions, lengths, token_slots, row_slots = (
         torch.from_numpy(each.copy())
         for each in (host.ids, host.positions, host.lengths, host.token_slots, host.row_slots)

@@ -45,7 +45,9 @@ class HostBatch:
     starts: Lane
     """[rows + 1]: where each row's tokens start."""
     drafts: Lane
-    """Drafts of the rows that follow unread ones."""
+    """Drafts of the rows that follow unread ones, and of those whose drafts only the device knows."""
+    guesses: Ints
+    """[2, n]: entries of `drafts` that only the device knows, and which of its guesses each is."""
     slots: Ints
     """[samples], in the order of the plan: where what is sampled goes to."""
     targets: Ints
@@ -62,6 +64,7 @@ class HostBatch:
         ids: list[int] = []
         positions: list[int] = []
         drafts: list[int] = []
+        unknown: list[int] = []
         ends = [0]
         last_indices = [0] * len(rows)
         """The token that each row first samples from."""
@@ -70,9 +73,11 @@ class HostBatch:
             start, count = row.start, counts[i]
             if row.tokens is None:
                 last_indices[i] = len(ids)
-                if row.ahead:
+                if row.ahead or (row.drafts and row.drafts[0] < 0):
                     first = -2 - len(drafts)
                     ids += (-1, *range(first, first + 1 - count, -1))
+                    if not row.ahead:
+                        unknown += range(len(drafts), len(drafts) + len(row.drafts))
                     drafts += row.drafts
                 else:
                     ids += (-1, *row.drafts)
@@ -108,6 +113,7 @@ class HostBatch:
             lengths=np.where(ahead, -lengths, lengths),
             starts=starts,
             drafts=np.array(drafts, np.int32),
+            guesses=np.array([unknown, [-1 - drafts[at] for at in unknown]], np.int64),
             slots=np.array([slot for row in rows for slot in row.sample], np.int64),
             targets=np.array(
                 [

@@ -16,6 +16,7 @@ import torch
 from baton.engine import step_graphs
 from baton.engine.batch import HostBatch
 from baton.engine.step_graphs import Progress
+from baton.layers.async_copy import to_device
 
 CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of a step. From 512 on, an 8B model on an H200 computes a step longer than the host launches it."""
@@ -182,10 +183,16 @@ class ChunkGraphs:
         shape: ChunkShape,
         step: HostBatch,
         sampling: tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None = None,
+        guesses: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Enqueues the step; returns the logits [num_logits, vocab] that it will write. `sampling`: what
-        `choose` depends on, if that is to follow: temperatures and `seed_keys` of all wanted."""
+        `choose` depends on, if that is to follow: temperatures and `seed_keys` of all wanted. `guesses`:
+        int32, those of HostBatch, on the device."""
         self._fill(shape, step, sampling)
+        if step.guesses.size:
+            assert guesses is not None
+            at, which = to_device(step.guesses, self._static.device).unbind()
+            self._inputs(shape).drafts.index_copy_(0, at, guesses.index_select(0, which))
         self._graphs[shape].replay()
         return self._logits[: len(step.logits_indices)]
 

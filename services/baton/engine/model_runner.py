@@ -110,9 +110,10 @@ class ModelRunner:
         ranks = self._communicator, model.shard.rank
         self.images = None if tower is None else ImageEncoder(tower, *ranks)
         self._sampling = StepSampling(sampler, self._slots, model.communicator)
-        self.follow: Callable[[LaunchedStep], None] = lambda launched: None
+        self.follow: Callable[[LaunchedStep], torch.Tensor | None] = lambda launched: None
         """Called when a step with drafts is under way, for what can go on from it on the device. Must not
-        raise."""
+        raise. -> guesses that rows of the next step may have, int32, on the device: see PlanRow.drafts."""
+        self._guesses: torch.Tensor | None = None
         self._tap_buffer: torch.Tensor | None = None
         """[tokens, values]: what graphs write of `tap`."""
         self.graphs: DecodeGraphs | None = None
@@ -174,7 +175,7 @@ class ModelRunner:
                 raise
         self._sampling.launched(launched)
         if launched.verified is not None and launched.tapped is not None:
-            self.follow(launched)
+            self._guesses = self.follow(launched)
         if self.images is not None:
             launched.encode_seconds = self.images.seconds()
         return launched
@@ -270,7 +271,7 @@ class ModelRunner:
         by_graphs = self.chunk_graphs is not None and not every and not host.looks
         shape = self.chunk_graphs.shape(host) if by_graphs and self.chunk_graphs is not None else None
         chained = host.chained
-        if host.follows and shape is None:
+        if shape is None and (host.follows or host.guesses.size):
             host = HostBatch.of(self._settled(rows))
         simple = None
         if isinstance(sampler, CudaSampler) and host.slots.size:
@@ -286,7 +287,7 @@ class ModelRunner:
             self._slots.write(*there[-2:])
         chains = None
         if shape is not None and self.chunk_graphs is not None:
-            logits = self.chunk_graphs.run(shape, host, simple if by_graph else None)
+            logits = self.chunk_graphs.run(shape, host, simple if by_graph else None, self._guesses)
             self._keep_tapped(launched, host.order, [row.count for row in host.rows])
             if chained:
                 chains = Chains(host.depths, *self.chunk_graphs.settled(shape, len(host.logits_indices)))
@@ -314,9 +315,10 @@ class ModelRunner:
             launched.hidden = dict(zip(order, torch.split(whole, counts), strict=True))
 
     def _settled(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
-        """Waits for the step before. For steps without a graph: those are long."""
+        """Waits for the step before, and for guesses. For steps without a graph: those are long."""
         right = self._slots.right.tolist()
-        return [row.settled(right[row.slot]) for row in rows]
+        guesses = self._guesses.tolist() if self._guesses is not None else []
+        return [row.settled(right[row.slot], guesses) for row in rows]
 
     def _batch(self, host: HostBatch, every: bool) -> Batch:
         """`every`: the states of every token are wanted, else of those that are sampled from."""

@@ -91,7 +91,8 @@ class PlanRow:
     the sum of all, is wanted."""
     drafts: tuple[int, ...] = ()
     """Only behind the slot's last token: guesses of the tokens that follow it. The row samples at each of its
-    positions, and keeps what it samples up to the first token that is not the guess."""
+    positions, and keeps what it samples up to the first token that is not the guess. -1 - n: entry n of what
+    a drafter has begun behind the step before, which only the device knows; then so are all of the row's."""
     replay: int = 0
     """Where layers keep states: how many drafts of the slot's row before were right. They are part of `start`
     and not yet of the states, which now take them in."""
@@ -116,8 +117,10 @@ class PlanRow:
         """Tokens of the sequence up to the row's last one, at most."""
         return self.start + self.ahead + self.count
 
-    def settled(self, right: int) -> PlanRow:
-        """The row, once so many drafts of the slot's row before were right."""
+    def settled(self, right: int, guesses: Sequence[int] = ()) -> PlanRow:
+        """The row, once so many drafts of the slot's row before were right. `guesses`: the device's."""
+        if self.drafts and self.drafts[0] < 0:
+            return replace(self, drafts=tuple(guesses[-1 - draft] for draft in self.drafts))
         if not self.ahead:
             return self
         drafts = self.drafts[right : right + self.count - 1]

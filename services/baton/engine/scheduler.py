@@ -300,14 +300,17 @@ class Scheduler(SchedulerState):
             sequence.retired += 1
             self._take_token(sequence, row.tokens[0], row.logprobs[0] if row.logprobs else None)
             return
-        right = len(row.tokens) - 1
+        # Nothing counts behind a stop token, which a draft may have been.
+        stops, kept = sequence.request.params.stop_token_ids, row.sampled()
+        del kept[next((i + 1 for i, (token, _) in enumerate(kept) if token in stops), len(kept)) :]
+        right = len(kept) - 1
         sequence.unread -= 1 + drafts
         sequence.drafted -= drafts
         sequence.computed -= drafts - right
         sequence.retired += 1 + right
         if self.cache.has_states:
             sequence.replay = right
-        for token, logprobs in row.sampled():
+        for token, logprobs in kept:
             self._take_token(sequence, token, logprobs)
         if self.drafts is not None:
             self.drafts.verified(sequence, record.kind, drafts, right)

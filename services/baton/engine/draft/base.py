@@ -33,9 +33,11 @@ class Drafter(ABC):
         """Called for a drafter that reads the model's hidden states, with those [tokens, values] of the
         sequence's tokens from `start` on. They have been computed for good."""
 
-    def follow(self, launched: LaunchedStep) -> None:  # noqa: B027
+    def follow(self, launched: LaunchedStep) -> torch.Tensor | None:
         """Called when a step with drafts is under way, before it is read: a drafter that computes may enqueue
-        what follows on it. Must not raise."""
+        what follows on it. -> its guesses, int32, on the device, which `draft` then names as PlanRow.drafts
+        does. Must not raise."""
+        return None
 
     @abstractmethod
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:

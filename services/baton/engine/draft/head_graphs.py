@@ -80,6 +80,13 @@ class LaunchedDrafts:
     """[drafts, rows, 2], on the host once `done`: as in HeadInputs."""
     rows: int
     done: torch.cuda.Event | None
+    tokens: torch.Tensor
+    """int32 [drafts * rows of the shape], on the device."""
+
+    def names(self, row: int, drafts: int) -> list[int]:
+        """The first drafts of a row, as PlanRow.drafts names what only the device knows."""
+        rows = self.result.shape[1]
+        return [-1 - (depth * rows + row) for depth in range(drafts)]
 
     def wait(self) -> None:
         if self.done is not None:
@@ -124,14 +131,20 @@ class HeadGraphs:
     """Without CUDA its work is done as it comes."""
 
     def __init__(
-        self, head: DraftHead, attention: ModelAttention, context: int, drafts: int, rows: int
+        self,
+        head: DraftHead,
+        attention: ModelAttention,
+        vocab_size: int,
+        context: int,
+        drafts: int,
+        rows: int,
     ) -> None:
         """`attention`: over the head's pool, with a spare page. `context`: positions that will be used; no
         row has more `drafts`, no step more `rows`."""
         self._head, self._attention = head, attention
         pool = attention.pool
         self._device, self._size = pool.device, pool.layout.page_size
-        self._context, self._spare = context, pool.num_pages
+        self._context, self._spare, self._vocab_size = context, pool.num_pages, vocab_size
         self._pages = -(-(context + 2 * DRAFTS[-1]) // self._size)
         lengths = [each for each in DRAFTS if each < drafts] + [
             min([e for e in DRAFTS if e >= drafts] or DRAFTS[-1:])
@@ -205,12 +218,13 @@ class HeadGraphs:
         else:
             graph.replay()
         result, done = self._inputs(shape).result, None
-        # A copy: the next drafts are written over these.
+        # Copies: the next drafts are written over these. What is not of numbers may not be a token.
+        tokens = result[..., 0].clamp(0, self._vocab_size - 1).flatten()
         found = result.clone() if graph is None else to_host(result)
         if graph is not None:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return LaunchedDrafts(found, rows, done)
+        return LaunchedDrafts(found, rows, done, tokens)
 
     def work(self, inputs: HeadInputs) -> None:
         """The passes of a step; on buffers, so that a CUDA graph can hold it. What no draft changes is made

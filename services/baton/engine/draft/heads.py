@@ -65,7 +65,7 @@ class HeadDrafter(PagedDrafter):
         if graph_drafts:
             with torch.inference_mode():
                 most = context_length, graph_drafts, max_slots
-                self._graphs = HeadGraphs(head, self._attention, *most)
+                self._graphs = HeadGraphs(head, self._attention, vocab_size, *most)
         self._context, self._budget = context_length, token_budget
         self._step = 0
         self._asked: dict[int, tuple[HeadState, int]] = {}
@@ -74,6 +74,8 @@ class HeadDrafter(PagedDrafter):
         self._going: list[tuple[HeadState, int]] = []
         """Those whose drafts `_launched` has, and how many they are."""
         self._launched: LaunchedDrafts | None = None
+        self._unread: tuple[LaunchedDrafts, list[tuple[HeadState, int, int]]] | None = None
+        """Drafts that the last step has had of the device, before the host knew whether they are numbers."""
         self._failed: Exception | None = None
         """What `follow` failed at."""
         self._waiting: dict[HeadState, None] = {}
@@ -103,6 +105,7 @@ class HeadDrafter(PagedDrafter):
     def prepare(self, limits: Sequence[tuple[TokenSequence, int]]) -> None:
         if self._failed is not None:
             raise self._failed
+        self._check_unread()
         self._step += 1
         asked = {
             state: min(most, self._context - len(sequence.tokens))
@@ -141,25 +144,35 @@ class HeadDrafter(PagedDrafter):
         if shape is not None:
             self._draft_by_graph(shape, ready)
         if going and self._launched is not None:
-            drawn = list(zip(*self._launched.read(), strict=True))
             for state, drafts, index in going:
-                tokens, finite = drawn[index]
-                for depth in range(drafts):
-                    self._add(state, depth, tokens[depth], finite[depth])
+                assert state.kv is not None
+                state.kv.guess = self._launched.names(index, drafts)
+            self._unread = self._launched, going
 
-    def follow(self, launched: LaunchedStep) -> None:
+    def _check_unread(self) -> None:
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        launched, going = unread
+        _, finite = launched.read()
+        for state, drafts, index in going:
+            if not all(finite[index][:drafts]) and state.kv is not None and not state.lost:
+                self.slots.drop(state.kv, damaged=True)
+
+    def follow(self, launched: LaunchedStep) -> torch.Tensor | None:
         try:
-            self._follow(launched)
+            return self._follow(launched)
         except Exception as error:
             self._failed = error
+            return None
 
     @torch.inference_mode()
-    def _follow(self, launched: LaunchedStep) -> None:
+    def _follow(self, launched: LaunchedStep) -> torch.Tensor | None:
         """Lets the device take the pairs of rows with drafts, and draft behind them, before the host knows
         them: of rows that have had all before, and were asked for drafts in two steps running."""
         asked, self._asked = self._asked, {}
         if self._graphs is None or not asked or launched.slots is None:
-            return
+            return None
         assert launched.tapped is not None and launched.verified is not None
         samples = {slot: i for i, slot in enumerate(launched.slots.tolist())}
         states, rows, unread = list[tuple[HeadState, int]](), list[HeadRow](), list[Unread]()
@@ -186,15 +199,16 @@ class HeadDrafter(PagedDrafter):
             unread.append(Unread(launched.tapped_at[index], launched.firsts[sample], sample))
             states.append((state, drafts))
         if not rows:
-            return
+            return None
         longest = max(max(drafts for _, drafts in states), max(len(row.tokens) - 1 for row in rows))
         shape = self._graphs.shape(len(rows), longest)
         if shape is None:
-            return
+            return None
         for (state, _), head_row in zip(states, rows, strict=True):
             state.going, state.last = head_row.positions[0], None
         self._going = states
         self._launched = self._graphs.run_behind(shape, rows, unread, launched.tapped, launched.verified)
+        return self._launched.tokens
 
     def _take_going(self, asked: dict[HeadState, int]) -> list[tuple[HeadState, int, int]]:
         """Takes those out of `asked` whose drafts are under way behind their last token: how many are, and
