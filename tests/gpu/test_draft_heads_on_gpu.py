@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -219,7 +220,7 @@ def test_graphs_draft_what_single_passes_do(tmp_path, monkeypatch):
     config = DecodeConfig(
         model=str(model), device="cuda", dtype="float32", draft=draft, draft_tokens=4, **SIZES
     )
-    drafts = {}
+    drafts, counts = {}, Counter()
     for graphs in (True, False):
         if not graphs:
             monkeypatch.setattr(draft_model, "unsuited", lambda *_: "not here")
@@ -228,7 +229,12 @@ def test_graphs_draft_what_single_passes_do(tmp_path, monkeypatch):
 
         def kept(self, sequence, most, own=own, draft_of=draft_of):
             found = list(draft_of(self, sequence, most))
-            own[sequence.request.key, len(sequence.tokens)] = found
+            named = [-1 - draft for draft in found if draft < 0]
+            if named:
+                assert len(named) == len(found)
+                counts["named"] += len(named)
+            known = self._launched.tokens[named].tolist() if named else found
+            own[sequence.request.key, len(sequence.tokens)] = known
             return found
 
         with monkeypatch.context() as patched:
@@ -237,3 +243,4 @@ def test_graphs_draft_what_single_passes_do(tmp_path, monkeypatch):
     keys = drafts[True].keys() & drafts[False].keys()
     pairs = [(a, b) for key in keys for a, b in zip(drafts[True][key], drafts[False][key], strict=False)]
     assert len(pairs) > 200 and sum(a == b for a, b in pairs) > 0.97 * len(pairs)
+    assert counts["named"] > 200, "the host waited for all drafts"
