@@ -38,9 +38,19 @@ def test_gemv(rows, columns, gated, add, norm, bias, pdl):
     assert ((out.float() - want).norm() / want.norm()).item() < 4e-3
 
 
-@pytest.mark.parametrize("rows", [2, 16, 64, 65, 128, 136, 200, 256])
+@pytest.mark.parametrize("rows", [2, 7, 8, 9, 16, 17, 64, 65, 128, 136, 200, 256])
 @pytest.mark.parametrize(
-    ("columns", "k"), [(4096, 4096), (4096, 12288), (1024, 3072), (1000, 1504), (2048, 8960), (96, 64)]
+    ("columns", "k"),
+    [
+        (4096, 4096),
+        (4096, 12288),
+        (1024, 3072),
+        (1000, 1504),
+        (1000, 1536),
+        (2048, 8960),
+        (128, 2048),
+        (96, 64),
+    ],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_project_and_add_norm(rows, columns, k, bias):
@@ -64,8 +74,10 @@ def test_project_and_add_norm(rows, columns, k, bias):
         assert ((out.float() - want).norm() / want.norm()).item() < 4e-3
 
 
-@pytest.mark.parametrize("rows", [2, 16, 64, 65, 128, 136, 200, 256])
-@pytest.mark.parametrize(("columns", "k"), [(12288, 4096), (3072, 1024), (8960, 1536), (1000, 1504)])
+@pytest.mark.parametrize("rows", [2, 7, 8, 9, 16, 17, 64, 65, 128, 136, 200, 256])
+@pytest.mark.parametrize(
+    ("columns", "k"), [(12288, 4096), (3072, 1024), (8960, 1536), (1000, 1504), (1000, 1536)]
+)
 def test_gated(rows, columns, k):
     from baton.layers.kernels.gemm import gated
 

@@ -75,6 +75,11 @@ class GatedMlp:
             rows = {merged: [shard_range, times(shard_range, 1, inner)]}
         self.gate_up = parameters.linear(parts, hidden, bias, rows=rows)
         self.down = parameters.linear({"down_proj": hidden}, inner, bias, columns=shard_range, reduce=reduce)
+        self._kernels = False
+
+    def use_kernels(self) -> None:
+        """From now on gate and up of a few rows are multiplied where they are computed, on a Hopper GPU."""
+        self._kernels = self.activation == "silu" and self.gate_up.bias is None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
@@ -85,5 +90,13 @@ class GatedMlp:
         return self.down.add_to(residual, self._inner(x))
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernels:
+            from baton.layers.kernels import gemv, skinny_gemm
+
+            if len(x) == 1:
+                return gemv.gemv(x, self.gate_up, x.new_empty(1, self.inner), gated=True)
+            weight = self.gate_up.weight
+            if weight is not None and skinny_gemm.fits(len(x), weight):
+                return skinny_gemm.gated(x, weight)
         gate, up = self.gate_up(x).chunk(2, -1)
         return self._activation(gate).mul_(up)

@@ -23,6 +23,7 @@ from baton.layers.mlp import GatedMlp
 from baton.layers.moe import Mixture
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
+from baton.models.body import use_one_row_products
 from baton.models.config import ModelConfig, ModelError, make_rope
 from baton.models.decoder import Decoder, DecoderLayer, prepare_linears
 from baton.models.llama import feed_forward, llama_attention
@@ -175,6 +176,19 @@ class Eagle3Head:
         """Once its parameters are filled."""
         self._rope.prepare(self.config.used_length, self._target.dtype, self._target.device)
         prepare_linears(self.parameters)
+
+    def use_kernels(self, context: int) -> bool:
+        self._rope.prepare_kernels(context, self._target.device)
+        if self.dtype.itemsize == 2:
+            use_one_row_products(self.parameters)
+            first = self.first
+            norms = [self.norm, first.input_norm, first.hidden_norm, first.post_norm]
+            first.feed_forward.use_kernels()
+            for layer in self.others:
+                norms += (layer.input_norm, layer.post_norm)
+            for norm in norms:
+                norm.use_kernel()
+        return True
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's states, [tokens, 3 of its hidden sizes] -> [tokens, hidden]"""

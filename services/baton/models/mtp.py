@@ -18,6 +18,7 @@ from baton.layers.batch import FINAL, Batch
 from baton.layers.cache_spec import CacheSpec
 from baton.layers.moe import Mixture
 from baton.layers.parameters import Parameters
+from baton.models.body import use_one_row_products
 from baton.models.config import ModelConfig, ModelError
 from baton.models.decoder import Decoder, prepare_linears
 from baton.models.loader import fill_at_random, read_weights
@@ -67,6 +68,11 @@ class MtpHead:
         """Once its parameters are filled."""
         target = self._target
         self._attention.rope.prepare(target.config.used_length, target.dtype, target.device)
+
+    def use_kernels(self, context: int) -> bool:
+        if self.dtype.itemsize == 2:
+            use_one_row_products(self.parameters)
+        return False
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's final normalized states [tokens, hidden], as they are."""

@@ -22,7 +22,6 @@ from baton.kvcache import KvCacheManager
 from baton.kvcache.kv_pool import PagePool, PoolLayout, default_page_size
 from baton.layers.cache_spec import State
 from baton.model_path import resolve
-from baton.models.body import use_one_row_products
 from baton.models.config import ModelConfig, read_config
 from baton.models.decoder import Decoder, LanguageModel
 from baton.models.device_mixture import device_mixture
@@ -196,8 +195,7 @@ def _head_drafter(
         graphs = False
     for mixture in head.mixtures if graphs else ():
         mixture.kernels = device_mixture(mixture)
-    if graphs and head.dtype.itemsize == 2:
-        use_one_row_products(head.parameters)
+    kernels = graphs and head.use_kernels(context)
     drafter = HeadDrafter(
         head,
         made.pool,
@@ -207,6 +205,7 @@ def _head_drafter(
         context_length=context,
         token_budget=config.token_budget,
         graph_drafts=config.most_drafts if graphs else 0,
+        kernels=kernels,
         generations=made.generations,
     )
     return made.loaded(drafter, name)

@@ -36,6 +36,10 @@ class DraftHead(Protocol):
     @property
     def attention_options(self) -> Sequence[AttentionOptions]: ...
 
+    def use_kernels(self, context: int) -> bool:
+        """For CUDA graphs, with positions below `context`. -> whether its layers then write keys and values
+        by kernels of their own, with `Batch.caches`."""
+
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the model's hidden states [tokens, values] become: [tokens, hidden]."""
 

@@ -25,7 +25,7 @@ from baton.engine.draft.draft_head import DraftHead
 from baton.engine.draft.sampling import sample_by_temperature
 from baton.engine.sampler_ops import position_keys, seed_keys
 from baton.layers.async_copy import to_device, to_host
-from baton.layers.batch import Batch
+from baton.layers.batch import Batch, LayerCache
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 DRAFTS = (1, 2, 3, 5, 7)
@@ -138,11 +138,14 @@ class HeadGraphs:
         context: int,
         drafts: int,
         rows: int,
+        kernels: bool = False,
     ) -> None:
         """`attention`: over the head's pool, with a spare page. `context`: positions that will be used; no
-        row has more `drafts`, no step more `rows`."""
+        row has more `drafts`, no step more `rows`. `kernels`: the head's layers write into the pool by
+        kernels of their own."""
         self._head, self._attention = head, attention
         pool = attention.pool
+        self._caches = [pool.layer_pages(layer) for layer in range(len(head.attention_options) * kernels)]
         self._device, self._size = pool.device, pool.layout.page_size
         self._context, self._spare, self._vocab_size = context, pool.num_pages, vocab_size
         self._pages = -(-(context + 2 * DRAFTS[-1]) // self._size)
@@ -231,25 +234,23 @@ class HeadGraphs:
         once for all: many small kernels take a graph long."""
         head, device, shape = self._head, self._device, inputs.shape
         pairs, ends = shape.pairs, (shape.rows + 1) * shape.pairs
-        offsets = torch.arange(pairs, device=device)
+        offsets = torch.arange(pairs, dtype=torch.int32, device=device)
         firsts = torch.arange(0, ends, pairs, dtype=torch.int32, device=device)
+        flags = torch.zeros(shape.rows, device=device) if self._caches else None
         entries = inputs.starts[:, None] + offsets
-        targets = self._targets(entries, inputs.tables).flatten()
-        last = inputs.starts + pairs
-        batch = self._batch(inputs.tokens, inputs.positions, targets, inputs.tables, last, firsts)
+        batch = self._batch(inputs, inputs.tokens, inputs.positions, entries, firsts, flags)
         states = head.forward(inputs.tokens, head.enter(inputs.hidden), batch)
         states = states.index_select(0, firsts[:-1] + inputs.counts - 1)
         depths = offsets[: shape.drafts, None]
         keys = position_keys(inputs.seeds, inputs.behind + depths)
         positions = (inputs.behind + (depths - 1)).clamp(0, self._context - 1)
         entries = inputs.starts + inputs.counts + depths
-        targets, lengths = self._targets(entries.T, inputs.tables).T.contiguous(), (entries + 1).int()
         for depth in range(shape.drafts):
             sampled = inputs.result[depth]
             sample_by_temperature(head.logits(states), inputs.temperatures, keys[depth], sampled)
             if depth + 1 < shape.drafts:
-                tokens, at = sampled[:, 0].contiguous(), (positions[depth], targets[depth])
-                batch = self._batch(tokens, *at, inputs.tables, lengths[depth], None)
+                tokens = sampled[:, 0].contiguous()
+                batch = self._batch(inputs, tokens, positions[depth], entries[depth, :, None], None, flags)
                 states = head.forward(tokens, states, batch)
 
     def _targets(self, entries: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
@@ -260,18 +261,25 @@ class HeadGraphs:
 
     def _batch(
         self,
+        inputs: HeadInputs,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        targets: torch.Tensor,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
+        entries: torch.Tensor,
         starts: torch.Tensor | None,
+        nan_flags: torch.Tensor | None,
     ) -> Batch:
-        """`targets` [tokens]; `lengths`: keys of each row's last token; `starts`: None: a token each."""
-        longest = len(tokens) // len(lengths)
+        """tokens, positions [tokens]; entries int32 [rows, n]: among the row's keys and values, those of its
+        tokens; `starts`: None: a token each."""
+        longest = entries.shape[1]
+        tables, lengths = inputs.tables, entries[:, -1] + 1
         rows = AttentionRows(None, 0, len(tokens), (tables,), lengths, starts, longest)
-        rows.targets = (targets,)
-        return Batch(tokens, positions, self._attention.over(rows))
+        attention = self._attention.over(rows)
+        if not self._caches:
+            rows.targets = (self._targets(entries, tables).flatten(),)
+            return Batch(tokens, positions, attention)
+        slots = torch.arange(len(tokens), dtype=torch.int32, device=self._device) // longest
+        caches = [LayerCache(tables, pages) for pages in self._caches]
+        return Batch(tokens, entries.flatten(), attention, caches, slots, nan_flags, turns=positions)
 
     def _lanes(self, shape: HeadShape) -> tuple[int, ...]:
         """Lengths of the fields of HeadInputs, which lie one behind the other."""

@@ -46,12 +46,14 @@ class HeadDrafter(PagedDrafter):
         context_length: int,
         token_budget: int,
         graph_drafts: int = 0,
+        kernels: bool = False,
         generations: MutableSequence[int] | None = None,
     ) -> None:
         """`pool`: for its keys and values, where kernels pad rows with a spare page; `generations`: of its
         pages, where others see them; `attention`: for prompts, for rows of one
         token. `token_budget`: pairs that it computes in a step, at most; `vocab_size` and `context_length`:
-        the model's. `graph_drafts`: steps have CUDA graphs, of rows with at most so many drafts; 0: none."""
+        the model's. `graph_drafts`: steps have CUDA graphs, of rows with at most so many drafts; 0: none.
+        `kernels`: see HeadGraphs."""
         self.name, self.tap, self.states = head.name, head.tap, (head.values, head.dtype)
         self._head, self._pool = head, pool
         self._attention = ModelAttention(pool, head.heads, head.attention_options, *attention)
@@ -65,7 +67,7 @@ class HeadDrafter(PagedDrafter):
         if graph_drafts:
             with torch.inference_mode():
                 most = context_length, graph_drafts, max_slots
-                self._graphs = HeadGraphs(head, self._attention, vocab_size, *most)
+                self._graphs = HeadGraphs(head, self._attention, vocab_size, *most, kernels)
         self._context, self._budget = context_length, token_budget
         self._step = 0
         self._asked: dict[int, tuple[HeadState, int]] = {}

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.layers.kernels import quantized_gemm
+from baton.layers.kernels import quantized_gemm, skinny_gemm
 from baton.layers.kernels.quantize import BLOCK, Quantized, quantized
 from baton.layers.linear import Linear
 
@@ -147,6 +147,8 @@ def project_parts(x: torch.Tensor | Quantized, linear: Linear) -> torch.Tensor:
     if linear.quantized is not None and isinstance(x, torch.Tensor):
         return quantized_gemm.project_parts(x, linear.quantized)
     weight, scaled = _operand(x, linear)
+    if isinstance(x, torch.Tensor) and skinny_gemm.fits(len(x), weight):
+        return skinny_gemm.project_parts(x, weight)
     codes = x.codes if isinstance(x, Quantized) else x
     rows, (columns, k) = codes.shape[0], weight.shape
     deep = scaled is not None and not _in_blocks(scaled)
@@ -180,6 +182,8 @@ def gated(
     if linear.quantized is not None and isinstance(x, torch.Tensor):
         return quantized_gemm.gated(x, linear.quantized)
     weight, scaled = _operand(x, linear)
+    if isinstance(x, torch.Tensor) and skinny_gemm.fits(len(x), weight):
+        return skinny_gemm.gated(x, weight)
     codes = x.codes if isinstance(x, Quantized) else x
     rows, columns = codes.shape[0], weight.shape[0] // 2
     tile = _gated_tile(rows, columns, quantized_gemm.processors(codes.device))
