@@ -150,6 +150,9 @@ class Eagle3Head:
         for name in ("d2t", "t2d", "verifier_"):
             parameters.ignore(name)
         self._rope = rope
+        self._kernels = False
+        self._scores: torch.Tensor | None = None
+        """[rows, the model's vocabulary], -inf for tokens that are never drafted: of CUDA graphs."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,8 +180,11 @@ class Eagle3Head:
         self._rope.prepare(self.config.used_length, self._target.dtype, self._target.device)
         prepare_linears(self.parameters)
 
-    def use_kernels(self, context: int) -> bool:
-        self._rope.prepare_kernels(context, self._target.device)
+    def use_kernels(self, context: int, rows: int) -> bool:
+        target, self._kernels = self._target, True
+        self._rope.prepare_kernels(context, target.device)
+        shape = rows, target.config.vocab_size
+        self._scores = torch.full(shape, -torch.inf, dtype=target.dtype, device=target.device)
         if self.dtype.itemsize == 2:
             use_one_row_products(self.parameters)
             first = self.first
@@ -214,12 +220,17 @@ class Eagle3Head:
             self._whole = read_whole(self._target, model, load_format, head=False)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """-> float32 [rows, the model's vocabulary]; -inf for tokens that it never drafts"""
-        scores = self.head(self.norm(hidden)).float()
+        """-> [rows, the model's vocabulary], -inf for tokens that it never drafts: float32; with kernels in
+        the model's dtype, and valid until the next call"""
+        scores = self.head(self.norm(hidden))
+        if not self._kernels:
+            scores = scores.float()
         if self.tokens is None:
             return scores
-        whole = scores.new_full((len(scores), self._target.config.vocab_size), -torch.inf)
-        return whole.index_copy_(1, self.tokens, scores)
+        whole = self._scores
+        if whole is None or len(whole) < len(scores):
+            whole = scores.new_full((len(scores), self._target.config.vocab_size), -torch.inf)
+        return whole[: len(scores)].index_copy_(1, self.tokens, scores)
 
 
 def load_eagle3(

@@ -69,7 +69,7 @@ class MtpHead:
         target = self._target
         self._attention.rope.prepare(target.config.used_length, target.dtype, target.device)
 
-    def use_kernels(self, context: int) -> bool:
+    def use_kernels(self, context: int, rows: int) -> bool:
         if self.dtype.itemsize == 2:
             use_one_row_products(self.parameters)
         return False

@@ -13,6 +13,7 @@ from baton.checkpoint_limits import read_json
 from baton.config import MTP, PrefillConfig, WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
 from baton.engine.draft.base import Drafter
+from baton.engine.draft.head_graphs import ROWS as HEAD_ROWS
 from baton.engine.draft.heads import HeadDrafter
 from baton.engine.draft.medusa import MedusaDrafter
 from baton.engine.draft.model import ModelDrafter
@@ -195,7 +196,7 @@ def _head_drafter(
         graphs = False
     for mixture in head.mixtures if graphs else ():
         mixture.kernels = device_mixture(mixture)
-    kernels = graphs and head.use_kernels(context)
+    kernels = graphs and head.use_kernels(context, HEAD_ROWS[-1])
     drafter = HeadDrafter(
         head,
         made.pool,

@@ -36,8 +36,8 @@ class DraftHead(Protocol):
     @property
     def attention_options(self) -> Sequence[AttentionOptions]: ...
 
-    def use_kernels(self, context: int) -> bool:
-        """For CUDA graphs, with positions below `context`. -> whether its layers then write keys and values
+    def use_kernels(self, context: int, rows: int) -> bool:
+        """For CUDA graphs of so many rows at most, with positions below `context`. -> whether its layers then write keys and values
         by kernels of their own, with `Batch.caches`."""
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -47,4 +47,4 @@ class DraftHead(Protocol):
         """Next tokens, and hidden states before them [tokens, hidden] -> hidden states at them, likewise."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """-> float32 [rows, the model's vocabulary]"""
+        """-> [rows, the model's vocabulary], float32 without kernels"""
