@@ -37,8 +37,8 @@ class DraftHead(Protocol):
     def attention_options(self) -> Sequence[AttentionOptions]: ...
 
     def use_kernels(self, context: int, rows: int) -> bool:
-        """For CUDA graphs of so many rows at most, with positions below `context`. -> whether its layers then write keys and values
-        by kernels of their own, with `Batch.caches`."""
+        """For CUDA graphs of so many rows at most, with positions below `context`. -> whether its layers then
+        write keys and values by kernels of their own, with `Batch.caches`."""
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the model's hidden states [tokens, values] become: [tokens, hidden]."""
