@@ -172,7 +172,8 @@ def main() -> None:
         report["profiled"] = {"step_ms": wall / steps / 1e3, "idle_ms": (wall - busy(kernels)) / steps / 1e3}
         print(f"a step under the profiler: {report['profiled']}")
         report["profiled"]["names"] = by_name(kernels, steps)
-    report["parts"] = parts(bench, options.rows, options.drafts)
+    with torch.inference_mode():
+        report["parts"] = parts(bench, options.rows, options.drafts)
     (options.out / "head_parts.json").write_text(json.dumps(report, indent=1))
     bench.close()
 

@@ -119,12 +119,11 @@ class CapturedWork:
         logits_indices = inputs.logits_indices
         depths = np.array([inputs.shape.longest])
         where = inputs.ids.index_select(0, logits_indices), inputs.positions.index_select(0, logits_indices)
-        chain_arguments = inputs.slots.long(), inputs.firsts.long(), inputs.depths.long()
+        chain_arguments = inputs.slots, inputs.firsts, inputs.depths
         chains = Chains(depths, *where)
         simple = inputs.temperatures, inputs.seeds
-        result, right = self._sampling.choose_chains(inputs.logits, chains, *simple, *chain_arguments)
-        inputs.result.copy_(result)
-        inputs.right.copy_(right)
+        out = inputs.result, inputs.right
+        self._sampling.choose_chains(inputs.logits, chains, *simple, *chain_arguments, out)
 
 
 def _one_by_one(count: int, device: torch.device) -> StateRows:

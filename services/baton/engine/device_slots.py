@@ -124,6 +124,12 @@ class DeviceSlots:
     ) -> None:
         """Replaces what a `HostBatch` could not know by what the steps before have sampled. All int32; ids,
         positions and token_slots [tokens], lengths and row_slots [rows]; drafts: at least one."""
+        if ids.is_cuda:
+            from baton.layers.kernels import draft_steps
+
+            lanes = ids, positions, lengths, token_slots, row_slots, drafts
+            draft_steps.settle(*lanes, self.right, self.last_token)
+            return
         follows = positions < 0
         right = torch.where(follows, self.right.index_select(0, token_slots), 0)
         at = (right - 2 - ids).clamp_(0, len(drafts) - 1)

@@ -39,6 +39,10 @@ def seed_keys(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 
 def position_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """`row_keys` where only the device knows the positions; seeds: `seed_keys`; int64 [rows]."""
+    if seeds.is_cuda:
+        from baton.layers.kernels import draft_steps
+
+        return draft_steps.position_keys(seeds, positions)
     return _mix(seeds + (positions.long() + 1) * _signed(_GAMMA))
 
 

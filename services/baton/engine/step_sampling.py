@@ -209,12 +209,15 @@ class StepSampling:
             upload = Upload()
             for array in (pending.slots, chains.firsts, chains.depths):
                 upload.add(array)
-            where = upload.send(pending.logits.device)
+            slots, firsts, depths = upload.send(pending.logits.device)
             if pending.simple is not None:
-                _, *simple = pending.simple
-                result, right = self.choose_chains(pending.logits, chains, *simple, *where)
+                _, temperatures, seeds = pending.simple
+                simple = temperatures, seeds, slots, firsts, depths
+                result, right = self.choose_chains(pending.logits, chains, *simple)
             else:
-                result, right = self._choose_in_rounds(sampler, launched, pending, chains, masks, *where[:2])
+                result, right = self._choose_in_rounds(
+                    sampler, launched, pending, chains, masks, slots, firsts
+                )
         self._verified(launched, pending.slots, chains.firsts, result[:, 0], right)
         return KernelSamples(result)
 
@@ -227,19 +230,24 @@ class StepSampling:
         slots: torch.Tensor,
         firsts: torch.Tensor,
         depths: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples that depend on temperature and seed alone, at all positions at once; `seeds`: `seed_keys`;
-        slots, firsts, depths: int64 [samples]. Result: int32 [wanted, 2] as in step_graphs.Inputs, and
-        int32 [samples]: how many drafts are right."""
+        slots, firsts, depths [samples]. Result: int32 [wanted, 2] as in step_graphs.Inputs, and int32
+        [samples]: how many drafts are right; into `out` if it is given."""
+        from baton.layers.kernels.draft_steps import verify
         from baton.layers.kernels.sampling import sample
 
-        result = torch.empty(len(logits), 2, dtype=torch.int32, device=logits.device)
+        device = logits.device
+        result, right = out or (
+            torch.empty(len(logits), 2, dtype=torch.int32, device=device),
+            torch.empty(len(slots), dtype=torch.int32, device=device),
+        )
         nowhere = torch.full_like(chains.positions, len(self._last_token) - 1)
         keys = position_keys(seeds, chains.positions + 1)
         sample(logits, temperatures, keys, nowhere, self._last_token, result)
-        right, last = verify(result[:, 0], chains.drafts, firsts, depths, int(chains.depths.max()))
-        self._last_token.index_copy_(0, slots, last)
-        self._slots.right.index_copy_(0, slots, right)
+        deepest, memory = int(chains.depths.max()), (self._last_token, self._slots.right, right)
+        verify(result, chains.drafts, slots, firsts, depths, deepest, *memory)
         return result, right
 
     def _choose_in_rounds(
@@ -305,20 +313,6 @@ class StepSampling:
         if pending.simple is not None:
             return sampler.sample_simple(logits, *pending.simple, self._last_token, masks)
         return sampler.sample(logits, pending.slots, pending.positions, self._last_token, masks)
-
-
-def verify(
-    tokens: torch.Tensor, drafts: torch.Tensor, firsts: torch.Tensor, depths: torch.Tensor, deepest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens: int32 [wanted], as sampled; drafts: int32 [wanted], the tokens that they were sampled behind;
-    firsts, depths: int64 [samples], where each sample's begin, and how many they are, at most `deepest`.
-    Result: int32 [samples]: how many drafts are right, and the token behind the last of them."""
-    steps = torch.arange(deepest, device=tokens.device)
-    at = (firsts[:, None] + steps).clamp_(max=len(tokens) - 1)
-    found = tokens[at]
-    agree = (found[:, :-1] == drafts[at[:, 1:]]) & (steps[1:] < depths[:, None])
-    right = agree.int().cumprod(1).sum(1)
-    return right.int(), found.gather(1, right[:, None]).squeeze(1)
 
 
 def _moved(samples: Anything, at: Ints) -> Anything:

@@ -30,11 +30,16 @@ _FIRST_GROUP = tl.constexpr(2**32)
 
 
 @triton.jit
-def _gumbel(key, index):
+def mixed(key, index):
     z = key + (index + 1) * _GAMMA
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX2
-    z = z ^ ((z >> 31) & ((1 << 33) - 1))
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+@triton.jit
+def _gumbel(key, index):
+    z = mixed(key, index)
     uniform = (((z >> 11) & ((1 << 53) - 1)).to(tl.float32) + 0.5) * (2.0**-53)
     return -libdevice.log(-libdevice.log1p(-tl.minimum(uniform, 1 - 2.0**-24)))
 
