@@ -181,7 +181,7 @@ async def test_a_drafter_stays_when_its_node_changes_its_role(drafts, monkeypatc
         assert one.node.draft_layout is None
         (found,) = await answers(one.node, two.node, [LONG], namespace="swapped")
         assert found[0] == expected[0] and not any(map(any, found[1]))
-        assert not two.node.core_or_none.prompt_drafts._due
+        assert not two.node.core_or_none.prompt_drafts._launched
         async with running(nodes(drafts["eagle3"], "off")[1]) as third:
             assert await answers(third, two.node, [LONG], namespace="lent") == [expected]
             assert third.core_or_none.handoffs.drafts.pulled_pages == 10

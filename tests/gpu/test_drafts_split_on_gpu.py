@@ -17,7 +17,6 @@ from checkpoints import VOCABULARY, make_model, save
 from deployment import Deployment
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.layers.async_copy import beside_steps
 from baton.rpc.address import new_incarnation
 from baton.worker.decode import draft_pulls
 from baton.worker.decode.server import DecodeNode
@@ -106,8 +105,7 @@ def test_what_a_prefill_node_drafts_with_is_a_part_of_its_working_memory(paths):
         drafter = engine.drafter.drafter
         before = torch.cuda.memory_reserved()
         for _ in range(3):
-            with beside_steps(engine.device):
-                drafter.fill_most(255)
+            drafter.fill_most(255)
         assert torch.cuda.memory_reserved() == before
     finally:
         engine.close()

@@ -209,6 +209,22 @@ def test_what_other_sequences_had_computed_is_not_computed_again(checkpoint):
     drafter.slots.check()
 
 
+def test_prompts_are_not_waited_for_but_where_others_write(checkpoint):
+    """A device may still compute what `fill` has launched when its pages have made room for a copy."""
+    drafter, reads = Counting(checkpoint, budget=32).drafter, []
+    read = drafter._runner.read
+    drafter._runner.read = lambda launched: reads.append(launched.number) or read(launched)
+    prompt = prompts_of(50)[0]
+    (sequence,) = EngineRequest("a", tuple(prompt), SamplingParams()).sequences
+    drafter.fill([(sequence, 50)])
+    assert drafter.filled(sequence) == (sequence.drafting, 50) and not reads
+    for _ in range(2):
+        kv = drafter.room(sequence, 50, 50)
+        assert kv is not None and not kv.found and reads == [2], "the last of two chunks, once"
+    drafter.keep(sequence, sequence.drafting, 50, 50)
+    assert drafter.room(sequence, 50, 50).found == 3
+
+
 def test_what_is_no_number_is_not_found_again(broken):
     drafter, starts = Counting(broken).drafter, []
     launch = drafter._runner.launch

@@ -71,6 +71,9 @@ class Core:
         self.planned += 1
         return Step(self.planned)
 
+    def launched(self, step, launched):
+        pass
+
     def commit(self, step, result, now):
         self.committed += 1
 

@@ -63,6 +63,9 @@ class Core:
     def plan(self, now):
         return self.scheduler.plan()
 
+    def launched(self, step, launched):
+        pass
+
     def commit(self, step, result, now):
         self.scheduler.commit(step, result)
 

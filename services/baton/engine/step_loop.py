@@ -46,6 +46,9 @@ class Core(Protocol):
 
     def plan(self, now: float) -> Step | None: ...
 
+    def launched(self, step: Step, launched: Any) -> None:
+        """The step is under way: `launched` is the runner's record of it."""
+
     def commit(self, step: Step, result: StepResult, now: float) -> None: ...
 
     def fail_step(self, step: Step, message: str) -> None: ...
@@ -154,11 +157,13 @@ class StepPipeline(Generic[C]):
 
     def _launch(self, step: Step) -> Launched | None:
         try:
-            return step, self._runner.launch(step.plan)
+            launched = self._runner.launch(step.plan)
         except Exception as error:
             self._count_failure(error)
             self._unlaunched = (step, f"the step could not be computed: {error}")
             return None
+        self.core.launched(step, launched)
+        return step, launched
 
     def _count_failure(self, error: Exception) -> None:
         self._failed_steps += 1

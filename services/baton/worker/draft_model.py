@@ -161,7 +161,7 @@ def _model_drafter(
     layout = kv_layout(model, config.page_size or default_page_size(device), context)
     made = _pool(config, layout, context, device, kinds)
     (prefill, _), (decode, _) = attention_of(draft_config, model, device)
-    # A prefill node's drafter runs beside the model's steps: graphs of both may share a product's workspace.
+    # Graphs of what prefill nodes compute, chunks alone, have not been tried.
     graphs = not isinstance(config, PrefillConfig)
     runner: Runner[Any] = make_runner(draft_config, model, made.pool, prefill, decode, context, graphs=graphs)
     groups = len(layout.groups)

@@ -17,7 +17,6 @@ from baton.engine.images import CACHED_BYTES, ImageEncoder
 from baton.engine.plan import Runner
 from baton.engine.warmup import StepLimits, largest_steps
 from baton.kvcache.kv_pool import PagePool, PoolLayout
-from baton.layers.async_copy import beside_steps
 from baton.rpc.errors import failed_precondition, invalid
 from baton.worker.images.contents import ROOM_BYTES
 
@@ -107,13 +106,12 @@ def check_weights(needed: int, free: int, total: int, fraction: float, device: t
 
 
 def run_largest_steps(runner: Runner[Any], limits: StepLimits, drafter: PagedDrafter | None = None) -> None:
-    """Makes the runner allocate all that steps may need, and a `drafter` that computes prompts beside them in
-    a stream of its own, whose memory steps do not share. Nothing may be in the pool yet. Blocks."""
+    """Makes the runner allocate all that steps may need, and a `drafter` that computes prompts behind them.
+    Nothing may be in the pool yet. Blocks."""
     for plan in largest_steps(runner.max_slots, limits):
         runner.read(runner.launch(plan))
     if drafter is not None:
-        with beside_steps(drafter.device):
-            drafter.fill_most(min(limits.token_budget, limits.context_length - 1))
+        drafter.fill_most(min(limits.token_budget, limits.context_length - 1))
 
 
 def working_bytes(

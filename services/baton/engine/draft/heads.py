@@ -139,8 +139,11 @@ class HeadDrafter(PagedDrafter):
         if shape is not None:
             # The graph takes their last pairs.
             works = [work for work in works if work not in ready] + [w.split(shape.pairs) for w in ready]
-        if any(work.positions for work in works):
-            self._catch_up([work for work in works if work.positions])
+        behind = [work for work in works if work.positions]
+        if behind:
+            self._catch_up(behind)
+        for work in behind:
+            self.keep(work.state.sequence, work.kv, work.state.pairs, work.state.behind)
         for found in self._passes.draft([w for w in works if w.drafts > 0 and _is_ready(w.state)]):
             self._add(*found)
         if shape is not None:
@@ -247,17 +250,17 @@ class HeadDrafter(PagedDrafter):
                         budget -= len(work.positions)
             if works:
                 self._catch_up(works)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
 
-    def lend(self, sequence: TokenSequence) -> tuple[BlockTable, int] | None:
-        state, sequence.drafting = sequence.drafting, None
-        if not isinstance(state, HeadState):
+    def filled(self, sequence: TokenSequence) -> tuple[DraftKv, int] | None:
+        state = sequence.drafting
+        if not isinstance(state, HeadState) or state.kv is None or state.kv.slot < 0:
             return None
-        self._waiting.pop(state, None)
-        if state.kv is None or state.kv.slot < 0:
-            return None
-        return self.slots.lend(state.kv), state.pairs
+        return state.kv, state.pairs
+
+    def lend(self, sequence: TokenSequence) -> BlockTable | None:
+        if isinstance(sequence.drafting, HeadState):
+            self._waiting.pop(sequence.drafting, None)
+        return super().lend(sequence)
 
     def room(self, sequence: TokenSequence, entries: int, tokens: int) -> DraftKv | None:
         # Those that make room may have pages that the device still writes.
@@ -278,7 +281,7 @@ class HeadDrafter(PagedDrafter):
         state.kv, state.pairs, state.last = kv, entries, None
         state.skip(tokens - 1)
         state.seen = max(state.seen, tokens - 1)
-        self._keep(state, tokens - 1)
+        self.keep(sequence, kv, entries, tokens)
 
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:
         state = sequence.drafting
@@ -331,20 +334,14 @@ class HeadDrafter(PagedDrafter):
             state = work.state
             state.pairs += len(work.positions)
             state.last, state.behind = last, work.positions[-1] + 2
-            self._keep(state, state.behind - 1)
 
-    def _keep(self, state: HeadState, pairs: int) -> None:
-        """Later sequences may find the first `pairs` pairs, if none of them is left out."""
-        kv = state.kv
-        if (
-            kv is None
-            or state.pairs != pairs
-            or pairs // self.slots.cache.page_size <= kv.block_table.committed
-        ):
+    def keep(self, sequence: TokenSequence, kv: DraftKv, entries: int, tokens: int) -> None:
+        """Unless pairs are left out."""
+        if entries != tokens - 1 or entries // self.slots.cache.page_size <= kv.block_table.committed:
             return
-        tokens, namespace = _key(state.sequence, pairs + 1)
+        following, namespace = _key(sequence, tokens)
         if namespace == kv.block_table.namespace:
-            self.slots.keep(kv, tokens, pairs)
+            self.slots.keep(kv, following, entries)
 
     @staticmethod
     def _ends(work: HeadWork) -> bool:

@@ -16,7 +16,6 @@ from baton.engine.draft.kv_slots import DraftKv, DraftKvSlots, slot_init
 from baton.engine.draft.paged_drafter import PagedDrafter
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan
 from baton.engine.request import Sequence as TokenSequence
-from baton.kvcache import BlockTable
 
 CPU = torch.device("cpu")
 
@@ -45,6 +44,8 @@ class ModelDrafter(PagedDrafter):
         self._step = 0
         self._launched = 0
         """Steps of its own runner."""
+        self._filling: Any = None
+        """The last of these that `fill` has launched, until it is read."""
 
     def prepare(self, limits: Sequence[tuple[TokenSequence, int]]) -> None:
         self._step += 1
@@ -91,7 +92,6 @@ class ModelDrafter(PagedDrafter):
         while missing:
             self._step += 1
             budget, rows, left = self._budget, list[PlanRow](), list[tuple[TokenSequence, int]]()
-            filled: list[tuple[DraftKv, list[int], int]] = []
             for sequence, count in missing:
                 kept = sequence.drafting if isinstance(sequence.drafting, DraftKv) else None
                 tokens = sequence.tokens[:count]
@@ -105,22 +105,24 @@ class ModelDrafter(PagedDrafter):
                     budget -= len(chunk)
                     kv.written += chunk
                     rows.append(PlanRow(kv.slot, chunk, start, kv.tables, ()))
-                    filled.append((kv, tokens, start + len(chunk)))
                 if start + len(chunk) < count:
                     left.append((sequence, count))
             if rows:
-                self._draft(rows, [], [])
-            for kv, tokens, count in filled:
-                self.slots.keep(kv, tokens, count)
+                _, self._filling = self._launch(rows, ())
             missing = left
 
-    def lend(self, sequence: TokenSequence) -> tuple[BlockTable, int] | None:
-        kv, sequence.drafting = sequence.drafting, None
-        if not isinstance(kv, DraftKv) or kv.slot < 0:
-            return None
-        return self.slots.lend(kv), len(kv.written)
+    def filled(self, sequence: TokenSequence) -> tuple[DraftKv, int] | None:
+        kv = sequence.drafting
+        return (kv, len(kv.written)) if isinstance(kv, DraftKv) and kv.slot >= 0 else None
+
+    def keep(self, sequence: TokenSequence, kv: DraftKv, entries: int, tokens: int) -> None:
+        self.slots.keep(kv, sequence.tokens, entries)
 
     def room(self, sequence: TokenSequence, entries: int, tokens: int) -> DraftKv | None:
+        if self._filling is not None:
+            # Those that make room may have pages that the device still writes.
+            self._runner.read(self._filling)
+            self._filling = None
         prefix = sequence.tokens[:entries]
         return self.slots.take(None, entries, self._step, prefix, sequence.request.namespace)
 
@@ -131,7 +133,7 @@ class ModelDrafter(PagedDrafter):
             self.slots.drop(sequence.drafting)
         sequence.drafting = kv
         kv.written = sequence.tokens[:entries]
-        self.slots.keep(kv, kv.written, entries)
+        self.keep(sequence, kv, entries, tokens)
 
     def _draft(
         self, rows: list[PlanRow], inits: list[SlotInit], going: list[tuple[DraftKv, int, int]]

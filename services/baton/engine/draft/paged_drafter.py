@@ -24,12 +24,21 @@ class PagedDrafter(Drafter):
     states: tuple[int, torch.dtype] | None = None
     """Values of a token's hidden states, as `observe` takes them, and their dtype; None: it reads none."""
 
-    # --- where prompts are computed: `observe`, `fill`, `lend` ---
+    # --- where prompts are computed: `observe`, `fill`, `lend`, and `keep` ---
 
     @abstractmethod
     def fill(self, prompts: Sequence[tuple[TokenSequence, int]]) -> None:
-        """Computes what is missing of the first so many tokens of each sequence, as far as there is room.
-        Returns when it is final."""
+        """Computes what is missing of the first so many tokens of each sequence, as far as there is room. A
+        GPU does so behind what its stream holds; all pages are written in the order of that stream."""
+
+    @abstractmethod
+    def filled(self, sequence: TokenSequence) -> tuple[DraftKv, int] | None:
+        """What is kept of the sequence, and the number of entries in its pages. None: there is nothing."""
+
+    @abstractmethod
+    def keep(self, sequence: TokenSequence, kv: DraftKv, entries: int, tokens: int) -> None:
+        """`kv`'s pages hold so many entries of the sequence's first `tokens` tokens for good: later sequences
+        may find them."""
 
     def fill_most(self, entries: int) -> None:
         """Computes so many entries of no prompt in one `fill` and forgets them: what its passes need is then
@@ -42,13 +51,13 @@ class PagedDrafter(Drafter):
         self.fill([(sequence, count)])
         lent = self.lend(sequence)
         if lent is not None:
-            self.slots.cache.withdraw(lent[0])
-            self.slots.cache.release(lent[0], 0)
+            self.slots.cache.release(lent, 0)
 
-    @abstractmethod
-    def lend(self, sequence: TokenSequence) -> tuple[BlockTable, int] | None:
-        """Gives away what is kept of the sequence: its pages, which the caller releases, and the number of
-        entries in them. None: there is nothing."""
+    def lend(self, sequence: TokenSequence) -> BlockTable | None:
+        """Gives away what is kept of the sequence: its pages, which the caller releases. None: there is
+        nothing."""
+        found, sequence.drafting = self.filled(sequence), None
+        return None if found is None else self.slots.lend(found[0])
 
     # --- where they are decoded: `room`, then `arrived`, or `slots.drop` ---
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.config import DecodeConfig
 from baton.engine.draft.base import Drafter
@@ -267,6 +268,9 @@ class DecodeCore:
         self.overload.planned(step, now)
         self._begin_handoffs(now)
         return step
+
+    def launched(self, step: Step, launched: Any) -> None:
+        """Does nothing."""
 
     def _begin_handoffs(self, now: float) -> None:
         for leader in list(self.scheduler.handoffs):

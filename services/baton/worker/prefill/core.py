@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from baton.config import PrefillConfig
 from baton.engine.plan import Logprobs, StepResult
@@ -264,19 +265,25 @@ class PrefillCore:
         self.step_stats.planned(step, now)
         return step
 
+    def launched(self, step: Step, launched: Any) -> None:
+        if self.prompt_drafts is not None:
+            self.prompt_drafts.launched(step, launched, self._attempt_of)
+
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         self.shell.retire(step.plan.number)  # before anything else: receivers wait for it
         self.step_stats.ended(step, now)
         self.scheduler.commit(step, result)
         self._take_events(now)
         if self.prompt_drafts is not None:
-            self.prompt_drafts.committed(step, result, self._attempt_of)
+            self.prompt_drafts.committed(step)
         for attempt in self._cancelled.ended(step):
             self._answer_cancelled(attempt)
 
     def fail_step(self, step: Step, message: str) -> None:
         # The step is never retired: its prompts fail, which stops the pulls that wait for it.
         self.step_stats.failed(step)
+        if self.prompt_drafts is not None:
+            self.prompt_drafts.failed(step)
         self.scheduler.fail_step(step, message)
         self._take_events(0.0)
         for attempt in self._cancelled.ended(step, failed=True):
@@ -295,7 +302,7 @@ class PrefillCore:
     def flush(self, step: int) -> None:
         self._send_outputs(step)
         if self.prompt_drafts is not None:
-            self.prompt_drafts.compute()
+            self.prompt_drafts.announce()
             self._send_outputs(step)
         self.sharing.flush(self.shell)
         for holder in [h for h in self._closing if not self.holds(h)]:
