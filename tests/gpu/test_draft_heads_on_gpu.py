@@ -233,7 +233,7 @@ def test_graphs_draft_what_single_passes_do(tmp_path, monkeypatch):
             if named:
                 assert len(named) == len(found)
                 counts["named"] += len(named)
-            known = self._launched.tokens[named].tolist() if named else found
+            known = self.guesses[named].tolist() if named else found
             own[sequence.request.key, len(sequence.tokens)] = known
             return found
 

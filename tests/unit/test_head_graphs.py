@@ -14,11 +14,13 @@ from eagle3_heads import HIDDEN, LAYERS, random_head, save_head
 
 from baton.attention.paged import PagedAttention
 from baton.attention.step import ModelAttention
-from baton.engine.draft.head_graphs import DRAFTS, HeadGraphs
+from baton.engine.draft.head_graphs import DRAFTS, HeadGraphs, LaunchedDrafts
 from baton.engine.draft.heads import HeadDrafter
+from baton.engine.draft.kv_slots import DraftKvSlots
 from baton.engine.draft.planner import DraftPlanner
 from baton.engine.draft.sampling import sample_by_temperature
 from baton.engine.plan import SlotInit
+from baton.engine.request import EngineRequest
 from baton.engine.sampler import Sampler
 from baton.engine.sampler_ops import row_keys
 from baton.engine.sampling_params import SamplingParams
@@ -106,7 +108,7 @@ def run(
     def kept(sequence, count):
         found = list(draft(sequence, count))
         named = [-1 - draft for draft in found if draft < 0]
-        device = drafter._launched.tokens if named else torch.zeros(0)
+        device = drafter.guesses if named else torch.zeros(0)
         drafts[sequence.request.key, len(sequence.tokens)] = device[named].tolist() if named else found
         if known:
             at = len(sequence.tokens) - len(sequence.request.prompt)
@@ -123,8 +125,9 @@ def run(
     drafter.draft = kept
     runner, cache = make(checkpoint, "cpu", torch.float32)
     runner._tap = LAYERS
-    if behind:
-        runner.follow = drafter.follow
+    runner.drafter = drafter
+    if not behind:
+        drafter.follow = lambda launched: None
     options = {"overlap": False, "drafter": drafter, "draft_tokens": most, "budget": 40}
     return generate(runner, cache, prompts, params, **options), drafts, shapes
 
@@ -173,6 +176,49 @@ def test_nothing_follows_a_stop_token_that_was_a_right_draft(checkpoint, head):
     found = run(checkpoint, head, prompts, params, **options)[0]
     assert found == [output[: output.index(end) + 1] for output, end in zip(known, ends, strict=True)]
     assert counts["named"] > 20
+
+
+def test_drafts_that_are_no_numbers_change_nothing_and_are_not_gone_on_from(
+    checkpoint, tmp_path, monkeypatch
+):
+    """The first behind a prompt, and those behind drafts: the host sees it a step later."""
+    tensors = random_head("midlayer", VOCAB // 4, VOCAB)
+    tensors["fc.weight"].fill_(torch.nan)
+    broken = load_eagle3(
+        save_head(tmp_path / "head", tensors, VOCAB), load_model(checkpoint, torch.float32, "cpu")
+    )
+    prompts, params = prompts_of(5, 37), [SamplingParams(temperature=0.0, max_tokens=9)] * 2
+    runner, cache = make(checkpoint, "cpu", torch.float32)
+    expected = generate(runner, cache, prompts, params, overlap=False)
+    drop, dropped = DraftKvSlots.drop, []
+    monkeypatch.setattr(
+        DraftKvSlots,
+        "drop",
+        lambda self, kv, damaged=False: (dropped.append(damaged), drop(self, kv, damaged)),
+    )
+    outputs, drafts, _ = run(checkpoint, broken, prompts, params, graphs=True, most=3)
+    assert outputs == expected and any(drafts.values())
+    assert dropped.count(True) >= 2
+
+
+def test_copies_wait_for_all_drafts_that_are_under_way(head):
+    """They may go where these write."""
+
+    class Event:
+        def synchronize(self):
+            waited.append(self)
+
+    pool = PagePool(PoolLayout.of(head.caches, 16, torch.float32), 8, torch.device("cpu"), spare=1)
+    sizes = {"max_slots": 2, "vocab_size": VOCAB, "context_length": CONTEXT, "token_budget": 64}
+    drafter, waited = HeadDrafter(head, pool, (PlainPagedAttention,) * 2, **sizes), []
+    tokens = torch.zeros(2, dtype=torch.int32)
+    under_way = [LaunchedDrafts(torch.zeros(2, 1, 2), 1, Event(), tokens) for _ in range(3)]
+    drafter._launched = under_way[0]
+    for launched in under_way[1:]:
+        drafter._name(launched, [])
+    (sequence,) = EngineRequest("a", (1, 2, 3), SamplingParams()).sequences
+    assert drafter.room(sequence, 2, 3) is not None
+    assert waited == [launched.done for launched in under_way]
 
 
 @pytest.mark.parametrize("limits", [{}, {"pages": 7}, {"slots": 3}])

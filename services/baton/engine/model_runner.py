@@ -9,7 +9,7 @@ read, `launch` leaves the sampling to `read` of that step, while the device runs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +26,7 @@ from baton.engine.captured_work import CapturedWork, final_states
 from baton.engine.chunk_graphs import ChunkGraphs, chunk_shapes, chunk_sizes, draft_shapes
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.device_slots import Changes, DeviceSlots
+from baton.engine.draft.base import Drafter
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.images import ImageEncoder
 from baton.engine.launched_step import Chains, LaunchedStep, PendingSampling
@@ -110,10 +111,8 @@ class ModelRunner:
         ranks = self._communicator, model.shard.rank
         self.images = None if tower is None else ImageEncoder(tower, *ranks)
         self._sampling = StepSampling(sampler, self._slots, model.communicator)
-        self.follow: Callable[[LaunchedStep], torch.Tensor | None] = lambda launched: None
-        """Called when a step with drafts is under way, for what can go on from it on the device. Must not
-        raise. -> guesses that rows of the next step may have, int32, on the device: see PlanRow.drafts."""
-        self._guesses: torch.Tensor | None = None
+        self.drafter: Drafter | None = None
+        """Whose guesses rows may have of which the host does not know the tokens."""
         self._tap_buffer: torch.Tensor | None = None
         """[tokens, values]: what graphs write of `tap`."""
         self.graphs: DecodeGraphs | None = None
@@ -174,8 +173,8 @@ class ModelRunner:
                 self._slots.forget(plan.rows)
                 raise
         self._sampling.launched(launched)
-        if launched.verified is not None and launched.tapped is not None:
-            self._guesses = self.follow(launched)
+        if self.drafter is not None and launched.verified is not None and launched.tapped is not None:
+            self.drafter.follow(launched)
         if self.images is not None:
             launched.encode_seconds = self.images.seconds()
         return launched
@@ -287,7 +286,8 @@ class ModelRunner:
             self._slots.write(*there[-2:])
         chains = None
         if shape is not None and self.chunk_graphs is not None:
-            logits = self.chunk_graphs.run(shape, host, simple if by_graph else None, self._guesses)
+            guesses = None if self.drafter is None else self.drafter.guesses
+            logits = self.chunk_graphs.run(shape, host, simple if by_graph else None, guesses)
             self._keep_tapped(launched, host.order, [row.count for row in host.rows])
             if chained:
                 chains = Chains(host.depths, *self.chunk_graphs.settled(shape, len(host.logits_indices)))
@@ -317,8 +317,9 @@ class ModelRunner:
     def _settled(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         """Waits for the step before, and for guesses. For steps without a graph: those are long."""
         right = self._slots.right.tolist()
-        guesses = self._guesses.tolist() if self._guesses is not None else []
-        return [row.settled(right[row.slot], guesses) for row in rows]
+        guesses = None if self.drafter is None else self.drafter.guesses
+        known = [] if guesses is None else guesses.tolist()
+        return [row.settled(right[row.slot], known) for row in rows]
 
     def _batch(self, host: HostBatch, every: bool) -> Batch:
         """`every`: the states of every token are wanted, else of those that are sampled from."""

@@ -357,7 +357,7 @@ def _computing(
     try:
         runner = make_runner(config, model, pool, *attention, context, config.most_drafts, tap)
         if loaded is not None:
-            runner.follow = loaded.drafter.follow
+            runner.drafter = loaded.drafter
         return runner
     except ValueError as error:
         raise failed_precondition(f"--batch-invariant does not work here: {error}") from error

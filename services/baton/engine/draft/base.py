@@ -24,6 +24,9 @@ class Drafter(ABC):
     """Whether a guess takes a noticeable part of a step's time."""
     tap: tuple[int, ...] = ()
     """Hidden states that `observe` wants: see `layers.batch.HiddenTap.layers`."""
+    guesses: torch.Tensor | None = None
+    """int32, on the device: guesses that the host does not know. `draft` names them as PlanRow.drafts does,
+    for the step that it is asked for."""
 
     def prepare(self, limits: Sequence[tuple[TokenSequence, int]]) -> None:  # noqa: B027
         """Called before the `draft`s of a step, with the sequences that will be asked for and the most tokens
@@ -33,11 +36,9 @@ class Drafter(ABC):
         """Called for a drafter that reads the model's hidden states, with those [tokens, values] of the
         sequence's tokens from `start` on. They have been computed for good."""
 
-    def follow(self, launched: LaunchedStep) -> torch.Tensor | None:
+    def follow(self, launched: LaunchedStep) -> None:  # noqa: B027
         """Called when a step with drafts is under way, before it is read: a drafter that computes may enqueue
-        what follows on it. -> its guesses, int32, on the device, which `draft` then names as PlanRow.drafts
-        does. Must not raise."""
-        return None
+        what follows on it. Must not raise."""
 
     @abstractmethod
     def draft(self, sequence: TokenSequence, most: int) -> Sequence[int]:

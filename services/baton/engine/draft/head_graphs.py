@@ -83,21 +83,22 @@ class LaunchedDrafts:
     tokens: torch.Tensor
     """int32 [drafts * rows of the shape], on the device."""
 
-    def names(self, row: int, drafts: int) -> list[int]:
-        """The first drafts of a row, as PlanRow.drafts names what only the device knows."""
+    def names(self, row: int, drafts: int, first: int) -> list[int]:
+        """The first drafts of a row, as PlanRow.drafts names what only the device knows; `tokens` begin at
+        `first` there."""
         rows = self.result.shape[1]
-        return [-1 - (depth * rows + row) for depth in range(drafts)]
+        return [-1 - (first + depth * rows + row) for depth in range(drafts)]
 
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
 
-    def read(self) -> tuple[list[list[int]], list[list[bool]]]:
-        """Drafts of each row, and whether their logits were finite. Waits for the device."""
+    def finite(self) -> list[list[bool]]:
+        """Whether the logits of each row's drafts were finite. Waits for the device."""
         self.wait()
-        lanes = self.result.numpy()[:, : self.rows]
-        finite = np.isfinite(lanes[..., 1].copy().view(np.float32))
-        return lanes[..., 0].T.tolist(), finite.T.tolist()
+        peaks = self.result.numpy()[:, : self.rows, 1].copy().view(np.float32)
+        finite: list[list[bool]] = np.isfinite(peaks).T.tolist()
+        return finite
 
 
 @dataclass(slots=True)

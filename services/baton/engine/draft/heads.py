@@ -30,6 +30,8 @@ from baton.engine.request import SequencePhase
 from baton.kvcache import BlockTable
 from baton.kvcache.kv_pool import PagePool
 
+Going = tuple[HeadState, int, int]
+"""A sequence, how many drafts of it are under way, and its index among those that are."""
 MOST_WAITING = 64
 """Hidden states of a sequence that is not asked for drafts wait for it; with more, it is caught up with."""
 
@@ -76,7 +78,7 @@ class HeadDrafter(PagedDrafter):
         self._going: list[tuple[HeadState, int]] = []
         """Those whose drafts `_launched` has, and how many they are."""
         self._launched: LaunchedDrafts | None = None
-        self._unread: tuple[LaunchedDrafts, list[tuple[HeadState, int, int]]] | None = None
+        self._unread: list[tuple[LaunchedDrafts, list[Going]]] = []
         """Drafts that the last step has had of the device, before the host knew whether they are numbers."""
         self._failed: Exception | None = None
         """What `follow` failed at."""
@@ -146,38 +148,43 @@ class HeadDrafter(PagedDrafter):
             self.keep(work.state.sequence, work.kv, work.state.pairs, work.state.behind)
         for found in self._passes.draft([w for w in works if w.drafts > 0 and _is_ready(w.state)]):
             self._add(*found)
+        if going and self._launched is not None:
+            self._name(self._launched, going)
         if shape is not None:
             self._draft_by_graph(shape, ready)
-        if going and self._launched is not None:
-            for state, drafts, index in going:
-                assert state.kv is not None
-                state.kv.guess = self._launched.names(index, drafts)
-            self._unread = self._launched, going
+
+    def _name(self, launched: LaunchedDrafts, going: list[Going]) -> None:
+        """Lets the step have drafts of the device, if they are numbers or not."""
+        first, tokens = 0, launched.tokens
+        if self._unread and self.guesses is not None:
+            first, tokens = len(self.guesses), torch.cat((self.guesses, tokens))
+        for state, drafts, index in going:
+            assert state.kv is not None
+            state.kv.guess = launched.names(index, drafts, first)
+        self.guesses = tokens
+        self._unread.append((launched, going))
 
     def _check_unread(self) -> None:
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return
-        launched, going = unread
-        _, finite = launched.read()
-        for state, drafts, index in going:
-            if not all(finite[index][:drafts]) and state.kv is not None and not state.lost:
-                self.slots.drop(state.kv, damaged=True)
+        unread, self._unread = self._unread, []
+        for launched, going in unread:
+            finite = launched.finite()
+            for state, drafts, index in going:
+                if not all(finite[index][:drafts]) and state.kv is not None and not state.lost:
+                    self.slots.drop(state.kv, damaged=True)
 
-    def follow(self, launched: LaunchedStep) -> torch.Tensor | None:
+    def follow(self, launched: LaunchedStep) -> None:
         try:
-            return self._follow(launched)
+            self._follow(launched)
         except Exception as error:
             self._failed = error
-            return None
 
     @torch.inference_mode()
-    def _follow(self, launched: LaunchedStep) -> torch.Tensor | None:
+    def _follow(self, launched: LaunchedStep) -> None:
         """Lets the device take the pairs of rows with drafts, and draft behind them, before the host knows
         them: of rows that have had all before, and were asked for drafts in two steps running."""
         asked, self._asked = self._asked, {}
         if self._graphs is None or not asked or launched.slots is None:
-            return None
+            return
         assert launched.tapped is not None and launched.verified is not None
         samples = {slot: i for i, slot in enumerate(launched.slots.tolist())}
         states, rows, unread = list[tuple[HeadState, int]](), list[HeadRow](), list[Unread]()
@@ -204,20 +211,18 @@ class HeadDrafter(PagedDrafter):
             unread.append(Unread(launched.tapped_at[index], launched.firsts[sample], sample))
             states.append((state, drafts))
         if not rows:
-            return None
+            return
         longest = max(max(drafts for _, drafts in states), max(len(row.tokens) - 1 for row in rows))
         shape = self._graphs.shape(len(rows), longest)
         if shape is None:
-            return None
+            return
         for (state, _), head_row in zip(states, rows, strict=True):
             state.going, state.last = head_row.positions[0], None
         self._going = states
         self._launched = self._graphs.run_behind(shape, rows, unread, launched.tapped, launched.verified)
-        return self._launched.tokens
 
-    def _take_going(self, asked: dict[HeadState, int]) -> list[tuple[HeadState, int, int]]:
-        """Takes those out of `asked` whose drafts are under way behind their last token: how many are, and
-        their index among these."""
+    def _take_going(self, asked: dict[HeadState, int]) -> list[Going]:
+        """Takes those out of `asked` whose drafts are under way behind their last token."""
         found, going, self._going = [], self._going, []
         for index, (state, drafts) in enumerate(going):
             came, state.going = state.going < 0, -1
@@ -264,8 +269,9 @@ class HeadDrafter(PagedDrafter):
 
     def room(self, sequence: TokenSequence, entries: int, tokens: int) -> DraftKv | None:
         # Those that make room may have pages that the device still writes.
-        if self._launched is not None:
-            self._launched.wait()
+        for launched in (self._launched, *(each for each, _ in self._unread)):
+            if launched is not None:
+                launched.wait()
         self._passes.wait()
         following, namespace = _key(sequence, entries + 1 if entries == tokens - 1 else 0)
         return self.slots.take(None, entries, self._step, following, namespace, last=0)
@@ -358,12 +364,11 @@ class HeadDrafter(PagedDrafter):
             seed = work.state.sequence.seed
             rows.append(HeadRow(following, *row_state, request.params.temperature, seed, len(tokens)))
         launched = self._graphs.run(shape, rows, [work.hidden[0] for work in works])
-        for work, drafts, finite in zip(works, *launched.read(), strict=True):
+        for work in works:
             state = work.state
             state.pairs += len(work.positions)
             state.last, state.behind = None, len(state.sequence.tokens)
-            for depth in range(work.drafts):
-                self._add(state, depth, drafts[depth], finite[depth])
+        self._name(launched, [(work.state, work.drafts, index) for index, work in enumerate(works)])
 
     def _add(self, state: HeadState, depth: int, token: int, is_number: bool) -> None:
         """A draft, if those before it came of numbers; else the head begins anew."""
