@@ -194,6 +194,13 @@ def test_suffixes_learned_at_once_or_one_by_one(lengths):
         assert several.extend(tokens[:count]) == found
 
 
+def test_the_first_step_behind_a_prompt_waits_for_a_search_alone():
+    """The index is made when the second is planned, which the device need not wait for."""
+    index, tokens = SuffixIndex(), [*range(1000), *range(500, 510)]
+    assert index.extend(tokens) == 509 and not index._ends
+    assert index.extend([*tokens, 510]) == 510 and len(index._ends) == 1000
+
+
 def test_rows_with_a_grammar_have_no_drafts_where_their_masks_come_late():
     plain, constrained = request("a", range(10), max_tokens=20), request("b", range(20), max_tokens=20)
     constrained.grammar = object()

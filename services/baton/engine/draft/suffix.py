@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from baton.engine.draft.base import Drafter
 from baton.engine.request import Sequence as TokenSequence
@@ -45,15 +46,21 @@ class SuffixIndex:
         """Tokens whose runs are known."""
         self._key = 0
         """Key of the last tokens among them."""
+        self._put_off: tuple[npt.NDArray[np.int64], int] | None = None
+        """Keys of runs that are not in `_ends` yet, and where the first of them ends."""
 
     def extend(self, tokens: Sequence[int]) -> int | None:
         """Learns the tokens that have been added. Returns where the last run ended before; None: nowhere."""
-        ends, key, count = self._ends, self._key, self._count
+        ends = self._ends
+        if self._put_off is not None:
+            (keys, first), self._put_off = self._put_off, None
+            ends.update(zip(keys.tolist(), range(first, first + len(keys)), strict=True))
         if len(ends) > 2 * MOST_TOKENS:
             ends.clear()
-            count = 0
+            self._count = 0
+        key, count = self._key, self._count
         if len(tokens) - count > 64:
-            key, count = self._learn_many(tokens, count)
+            return self._find_in_many(tokens, count)
         found = None
         for end in range(count, len(tokens)):
             key = (key << _BITS | tokens[end]) & _MASK
@@ -63,16 +70,20 @@ class SuffixIndex:
         self._key, self._count = key, len(tokens)
         return found
 
-    def _learn_many(self, tokens: Sequence[int], first: int) -> tuple[int, int]:
-        """Learns all but the last token; returns key and count."""
+    def _find_in_many(self, tokens: Sequence[int], first: int) -> int | None:
+        """`extend`, which puts most of the work off until it is called again: the first step behind a prompt
+        waits for it, while the device computes that step when the second is planned."""
         begin = max(0, first - LEAST_MATCH + 1, len(tokens) - MOST_TOKENS)
-        known = np.array(tokens[begin:-1], np.int64)
+        known = np.array(tokens[begin:], np.int64)
         keys = known[: len(known) - LEAST_MATCH + 1].copy()
         for offset in range(1, LEAST_MATCH):
             keys = keys << _BITS | known[offset : len(keys) + offset]
-        last = begin + LEAST_MATCH - 1
-        self._ends.update(zip(keys.tolist(), range(last, last + len(keys)), strict=True))
-        return int(keys[-1]), len(tokens) - 1
+        last, end = int(keys[-1]), begin + LEAST_MATCH - 1
+        self._put_off = keys[:-1], end
+        # All but the last token.
+        self._key, self._count = int(keys[-2]), len(tokens) - 1
+        found = np.flatnonzero(keys[:-1] == last)
+        return end + int(found[-1]) if len(found) else self._ends.get(last)
 
 
 @dataclass(slots=True)
