@@ -14,6 +14,7 @@ from eagle3_heads import HIDDEN, LAYERS, random_head, save_head
 
 from baton.attention.paged import PagedAttention
 from baton.attention.step import ModelAttention
+from baton.attention.torch_sdpa import TorchAttention
 from baton.engine.draft.head_graphs import DRAFTS, HeadGraphs, LaunchedDrafts
 from baton.engine.draft.heads import HeadDrafter
 from baton.engine.draft.kv_slots import DraftKvSlots
@@ -201,13 +202,47 @@ def test_drafts_that_are_no_numbers_change_nothing_and_are_not_gone_on_from(
     assert dropped.count(True) >= 2
 
 
+@pytest.mark.parametrize("attention", [PlainPagedAttention, TorchAttention])
+def test_what_is_filled_is_what_passes_write(head, attention, monkeypatch):
+    """Keys and values of prompts in several chunks, of any length, beside each other."""
+    written = []
+    for fills in (True, False):
+        pool = PagePool(PoolLayout.of(head.caches, 16, torch.float32), 32, torch.device("cpu"), spare=1)
+        sizes = {"max_slots": 4, "vocab_size": VOCAB, "context_length": CONTEXT, "token_budget": 48}
+        drafter = HeadDrafter(head, pool, (attention,) * 2, **sizes)
+        sequences = []
+        for seed, length in enumerate((2, 40, 75)):
+            prompt = prompts_of(length, seed=seed)[0]
+            sequences += EngineRequest(seed, tuple(prompt), SamplingParams()).sequences
+            hidden = torch.randn(length, head.values, generator=torch.Generator().manual_seed(seed))
+            drafter.observe(sequences[-1], 0, hidden)
+        if fills:
+            with monkeypatch.context() as patched:
+                patched.setattr(head, "forward", None)  # what it computes beside them is not wanted
+                drafter.fill([(sequence, len(sequence.tokens)) for sequence in sequences])
+        for _ in range(0 if fills else 3):
+            drafter.prepare([(sequence, 1) for sequence in sequences])
+        for sequence in sequences:
+            kv, entries = drafter.filled(sequence)
+            assert entries == len(sequence.tokens) - 1
+            table = torch.tensor(kv.tables[0])
+            parts = [part[table].flatten(0, 1)[:entries] for part in pool.groups[0].layer(0)]
+            written.append(torch.stack(parts))
+    for filled, passed in zip(written[:3], written[3:], strict=True):
+        torch.testing.assert_close(filled, passed)
+
+
 def test_copies_wait_for_all_drafts_that_are_under_way(head):
     """They may go where these write."""
 
     class Event:
+        def record(self):
+            recorded.append(self)
+
         def synchronize(self):
             waited.append(self)
 
+    recorded = []
     pool = PagePool(PoolLayout.of(head.caches, 16, torch.float32), 8, torch.device("cpu"), spare=1)
     sizes = {"max_slots": 2, "vocab_size": VOCAB, "context_length": CONTEXT, "token_budget": 64}
     drafter, waited = HeadDrafter(head, pool, (PlainPagedAttention,) * 2, **sizes), []
@@ -216,9 +251,13 @@ def test_copies_wait_for_all_drafts_that_are_under_way(head):
     drafter._launched = under_way[0]
     for launched in under_way[1:]:
         drafter._name(launched, [])
+    drafter._passes._written = Event()
     (sequence,) = EngineRequest("a", (1, 2, 3), SamplingParams()).sequences
+    drafter.observe(sequence, 0, torch.zeros(3, head.values))
+    drafter.fill([(sequence, 3)])
+    assert recorded == [drafter._passes._written]
     assert drafter.room(sequence, 2, 3) is not None
-    assert waited == [launched.done for launched in under_way]
+    assert waited == [*(launched.done for launched in under_way), *recorded]
 
 
 @pytest.mark.parametrize("limits", [{}, {"pages": 7}, {"slots": 3}])

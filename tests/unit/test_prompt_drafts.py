@@ -271,9 +271,9 @@ def test_the_largest_steps_have_the_largest_pass_of_a_drafter_beside_them(tmp_pa
         drafter, passes = engine.drafter.drafter, list[int]()
         assert isinstance(drafter, PagedDrafter)
         if isinstance(drafter, HeadDrafter):
-            forward = drafter._head.forward
+            write = drafter._head.write
             monkeypatch.setattr(
-                drafter._head, "forward", lambda *own: (passes.append(len(own[0])), forward(*own))[1]
+                drafter._head, "write", lambda *own: (passes.append(len(own[0])), write(*own))[1]
             )
         else:
             runner = cast(Any, drafter)._runner

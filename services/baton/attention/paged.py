@@ -75,17 +75,21 @@ class PagedAttention(ABC):
         out: torch.Tensor,
         rows: AttentionRows,
     ) -> None:
+        self.write(layer, k, v, rows)
+        self.attend(layer, q, out, rows)
+        # As `kernels.rope_kv_write`, which marks the slot: here the token alone gets the mark.
+        out += (v - v).sum((1, 2))[:, None, None]
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: AttentionRows) -> None:
+        """What `forward` does to the pool."""
         keys = self._written(rows) + layer * 2 * self._layout.page_size
         vectors, dim = self._pool.vectors, self._layout.head_dim
         scales = self._options[layer].kv_scales
-        # As `kernels.rope_kv_write`, which marks the slot: here the token alone gets the mark.
-        not_finite, v = (v - v).sum((1, 2)), v.nan_to_num()
+        v = v.nan_to_num()
         if scales is not None:
             k, v, vectors = quantize(k, scales[0]), quantize(v, scales[1]), vectors.view(torch.uint8)
         vectors.index_copy_(0, keys, k.reshape(-1, dim))
         vectors.index_copy_(0, keys + self._layout.page_size, v.reshape(-1, dim))
-        self.attend(layer, q, out, rows)
-        out += not_finite[:, None, None]
 
     def _written(self, rows: AttentionRows) -> torch.Tensor:
         """Entries of `KvPool.vectors` in the first layer that the rows' tokens write, [tokens * kv heads]."""

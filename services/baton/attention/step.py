@@ -74,6 +74,13 @@ class PlannedAttention:
             backends[group].forward(index, q[at], k[at], v[at], out[at], rows)
         return out.flatten(1)
 
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        group, index = self._indices[layer]
+        for backends, rows in self._parts:
+            backend, at = backends[group], slice(rows.first, rows.first + rows.tokens)
+            assert isinstance(backend, PagedAttention | TorchAttention)
+            backend.write(index, k[at], v[at], rows)
+
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         group, index = self._indices[layer]
         for backends, rows in self._parts:

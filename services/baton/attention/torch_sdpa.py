@@ -189,15 +189,12 @@ class TorchAttention:
         out: torch.Tensor,
         rows: AttentionRows,
     ) -> None:
-        options, dim = self._options[layer], self._layout.head_dim
-        own_k, own_v = k, v
+        options = self._options[layer]
+        own_k, own_v = self.write(layer, k, v, rows)
         if options.kv_scales is not None:
-            own_k, own_v = (quantize(x, by) for x, by in zip((k, v), options.kv_scales, strict=True))
             # A chunk that nothing precedes sees what later ones will.
             by_head = options.kv_scales[:, :, None]
             k, v = (dequantize(x, by, q.dtype) for x, by in zip((own_k, own_v), by_head, strict=True))
-        self._vectors.index_copy_(0, self._keys[layer], own_k.reshape(-1, dim))
-        self._vectors.index_copy_(0, self._values[layer], own_v.reshape(-1, dim))
         if self._groups:
             self._decode(layer, q[: self._single], out[: self._single])
         for chunk in self._chunks:
@@ -209,6 +206,17 @@ class TorchAttention:
                 row_k, row_v = self._gather(chunk.gathered, chunk.pages[layer], layer, q.dtype)
             mask = self._chunk_mask(chunk, options.window, q.dtype)
             out[at] = attend(row_q, row_k, row_v, mask, options)[0].transpose(0, 1)
+
+    def write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: AttentionRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `forward` does to the pool; -> as the pool has them."""
+        scales, dim = self._options[layer].kv_scales, self._layout.head_dim
+        if scales is not None:
+            k, v = (quantize(x, by) for x, by in zip((k, v), scales, strict=True))
+        self._vectors.index_copy_(0, self._keys[layer], k.reshape(-1, dim))
+        self._vectors.index_copy_(0, self._values[layer], v.reshape(-1, dim))
+        return k, v
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: AttentionRows) -> None:
         """Attends as `forward` does, to keys and values that `forward` of this step has written."""

@@ -86,6 +86,10 @@ class StepAttention(Protocol):
         [tokens, heads, head_dim], k and v [tokens, kv heads, head_dim] -> [tokens, heads * head_dim]."""
         ...
 
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes likewise, for a layer whose output nobody wants. Not of latents."""
+        ...
+
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         """q [tokens, heads, head_dim] into `out` of that shape, once the layer's keys and values are in the
         pool. Of latents: absorbed queries [tokens, heads, rank + rotated], weighted latents

@@ -61,6 +61,12 @@ class Eagle3Layer:
         hidden = self.attention.add_to(normed if self._before else hidden, both, batch)
         return self.feed_forward.add_to(hidden, self.post_norm(hidden))
 
+    def write(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> None:
+        """What a call does to the pool: a third of its work."""
+        both = torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
+        _, keys, values = self.attention.split(self.attention.input(both), batch)
+        batch.attention.write(self.attention.index, keys, values)
+
 
 class Eagle3Head:
     """Implements `engine.draft.draft_head.DraftHead`."""
@@ -203,16 +209,21 @@ class Eagle3Head:
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Next tokens and hidden states before them -> hidden states at them, which take the place of the
         model's for the draft after the next; `hidden` may be overwritten."""
-        if self.embedding is not None:
-            embedded = F.embedding(tokens, self.embedding)
-        elif self._whole is not None:
-            embedded = self._whole.embed(tokens)
-        else:
-            embedded = self._target.embed(tokens)
-        hidden = self.first(embedded, hidden, batch)
+        hidden = self.first(self._embed(tokens), hidden, batch)
         for layer in self.others:
             hidden = layer(hidden, batch)
         return hidden
+
+    def write(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> None:
+        if self.others:
+            self.forward(tokens, hidden, batch)
+        else:
+            self.first.write(self._embed(tokens), hidden, batch)
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            return F.embedding(tokens, self.embedding)
+        return (self._target if self._whole is None else self._whole).embed(tokens)
 
     def read_embedding(self, model: Path, load_format: str) -> None:
         """Where the model at this path has several ranks. Raises CheckpointError."""

@@ -84,6 +84,9 @@ class MtpHead:
         both = torch.cat((mtp.token_norm(self._vocabulary.embed(tokens)), mtp.hidden_norm(hidden)), -1)
         return mtp.norm(mtp.layer(mtp.input(both), batch))
 
+    def write(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> None:
+        self.forward(tokens, hidden, batch)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """-> float32 [rows, vocab]"""
         return self._vocabulary.logits(hidden)

@@ -46,5 +46,8 @@ class DraftHead(Protocol):
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Next tokens, and hidden states before them [tokens, hidden] -> hidden states at them, likewise."""
 
+    def write(self, tokens: torch.Tensor, hidden: torch.Tensor, batch: Batch) -> None:
+        """What `forward` does to the pool; `hidden` may be overwritten."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """-> [rows, the model's vocabulary], float32 without kernels"""

@@ -55,7 +55,34 @@ class HeadPasses:
         """One pass of the head; `positions` and `hidden` of each row's tokens. `tokens`: those of rows of one
         token, where the host does not know them. -> hidden states at the last token of each row, [rows,
         hidden]."""
-        host, device = HostBatch.of(rows), self._pool.device
+        host = HostBatch.of(rows)
+        found = self._head.forward(*self._inputs(host, positions, hidden, tokens))
+        self._record()
+        return found.index_select(0, to_device(host.logits_indices, self._pool.device))
+
+    def write(
+        self,
+        rows: Sequence[PlanRow],
+        positions: Sequence[Sequence[int]],
+        hidden: Sequence[torch.Tensor],
+    ) -> None:
+        """`run` for keys and values alone."""
+        self._head.write(*self._inputs(HostBatch.of(rows), positions, hidden, None))
+        self._record()
+
+    def _record(self) -> None:
+        if self._written is not None:
+            self._written.record()
+
+    def _inputs(
+        self,
+        host: HostBatch,
+        positions: Sequence[Sequence[int]],
+        hidden: Sequence[torch.Tensor],
+        tokens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+        """Of DraftHead.forward."""
+        device, rows = self._pool.device, host.rows
         single, parts = host.single, []
         for first, end, longest in ((0, single, 1), (single, len(rows), host.longest)):
             if first < end:
@@ -65,11 +92,7 @@ class HeadPasses:
         if tokens is None:
             tokens = to_device(host.ids, device)
             hidden = [hidden[i] for i in host.order]
-        batch = Batch(tokens, at, self._attention.over(*parts))
-        found = self._head.forward(tokens, torch.cat(list(hidden)), batch)
-        if self._written is not None:
-            self._written.record()
-        return found.index_select(0, to_device(host.logits_indices, device))
+        return tokens, torch.cat(list(hidden)), Batch(tokens, at, self._attention.over(*parts))
 
     def _rows(self, host: HostBatch, first: int, end: int, tokens: int, longest: int) -> AttentionRows:
         """Rows of a part of the batch."""

@@ -254,7 +254,7 @@ class HeadDrafter(PagedDrafter):
                         works.append(work)
                         budget -= len(work.positions)
             if works:
-                self._catch_up(works)
+                self._catch_up(works, drafts=False)
 
     def filled(self, sequence: TokenSequence) -> tuple[DraftKv, int] | None:
         state = sequence.drafting
@@ -327,7 +327,8 @@ class HeadDrafter(PagedDrafter):
             self._waiting.pop(state, None)
         return work
 
-    def _catch_up(self, works: Sequence[HeadWork]) -> None:
+    def _catch_up(self, works: Sequence[HeadWork], drafts: bool = True) -> None:
+        """`drafts`: some may follow on these pairs."""
         rows = []
         for work in works:
             tokens = work.state.sequence.tokens
@@ -335,8 +336,12 @@ class HeadDrafter(PagedDrafter):
             rows.append(PlanRow(work.kv.slot, following, work.state.pairs, work.kv.tables, (work.kv.slot,)))
         hidden = [self._head.enter(torch.cat(work.hidden)) for work in works]
         positions = [work.positions for work in works]
-        found = self._passes.run(rows, positions, hidden)
-        for work, last in zip(works, found.unbind(0), strict=True):
+        ends: Sequence[torch.Tensor | None] = [None] * len(works)
+        if drafts:
+            ends = self._passes.run(rows, positions, hidden).unbind(0)
+        else:
+            self._passes.write(rows, positions, hidden)
+        for work, last in zip(works, ends, strict=True):
             state = work.state
             state.pairs += len(work.positions)
             state.last, state.behind = last, work.positions[-1] + 2
