@@ -197,56 +197,6 @@ def test_a_plan_made_once_and_a_wide_table_change_nothing(name, rows):
     assert ((out[1] - out[0]).float().norm() / out[0].float().norm()).item() < 3e-3
 
 
-@pytest.mark.parametrize("page_size", [16, 128])
-@pytest.mark.parametrize(
-    "shape", [(32, 8, 128), (32, 4, 128), (8, 8, 128), (8, 2, 64), (28, 4, 128), (4, 1, 64)]
-)
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_rows_with_drafts(rows, shape, page_size):
-    """Of 1 to 8 tokens behind up to 33,000 keys, beside rows of padding; again and again, with the same
-    result each time. Nothing behind a row's end is read."""
-    heads, kv_heads, dim = shape
-    rng, pages = random.Random(f"{rows} {shape}"), 33_100 // page_size + 2
-    torch.manual_seed(rows)
-    pool = KvPool(KvLayout(2, kv_heads, dim, page_size, BF16), pages * rows, CUDA)
-    mixed = MixedAttention(pool, heads)
-    table = torch.randperm(pages * rows, device=CUDA, dtype=torch.int32).view(rows, pages)
-    table = torch.cat((table, table[:1].expand(rows, pages))).contiguous()
-    for longest in (0, 1, 63, 64, 130, 256, 257, 300, 1100, 5000, 33_000):
-        counts = [rng.randrange(1, 9) for _ in range(rows)]
-        counts[0] = max(2, counts[0])
-        starts = [0, *(sum(counts[: at + 1]) for at in range(rows)), *[sum(counts)] * rows]
-        before = [longest // 3**at for at in range(rows)]
-        lengths = [a + b for a, b in zip(before, counts, strict=True)] + [0] * rows
-        pool.pages.fill_(math.nan)
-        for row, length in enumerate(lengths[:rows]):
-            for page, first in enumerate(range(0, length, page_size)):
-                pool.pages[table[row, page], :, :, :, : min(page_size, length - first)].normal_()
-        paged = AttentionRows(None, 0, sum(counts), (table,), longest=8)
-        paged.lengths = torch.tensor(lengths, device=CUDA, dtype=torch.int32)
-        paged.starts = torch.tensor(starts, device=CUDA, dtype=torch.int32)
-        assert mixed._part(paged).name == "triton-drafts"
-        mixed.plan(paged)
-        q = torch.randn(sum(counts), heads + kv_heads, dim, device=CUDA, dtype=BF16)[:, :heads]
-        results = [torch.full_like(q, math.nan, memory_format=torch.contiguous_format) for _ in range(3)]
-        with torch.inference_mode():
-            for result in results:
-                mixed.attend(0, q, torch.empty_like(result), paged)
-                mixed.attend(1, q, result, paged)
-        for row, (count, old) in enumerate(zip(counts, before, strict=True)):
-            used = table[row, : -(-lengths[row] // page_size)].long()
-            keys, values = (x[used].flatten(0, 1)[: lengths[row]].float() for x in pool.layer(1))
-            keys, values = (x.repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
-            mine = slice(starts[row], starts[row + 1])
-            scores = torch.einsum("thd,khd->htk", q[mine].float(), keys) / dim**0.5
-            hidden = torch.ones(count, lengths[row], device=CUDA).triu(old + 1).bool()
-            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-            want = torch.einsum("htk,khd->thd", weights, values)
-            gap = ((results[0][mine].float() - want).norm() / want.norm()).item()
-            assert gap < 6e-3, (longest, row, gap)
-        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
 def test_mixed_takes_the_triton_kernel_for_few_rows_alone():
     pool = KvPool(KvLayout(1, 2, 64, 16, BF16), 40, CUDA)
     pool.pages.normal_()

@@ -1,4 +1,4 @@
-"""Combines the fast backends of a Hopper GPU."""
+"""Combines the two fast backends of a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from baton.attention.base import AttentionRows
-from baton.attention.draft_rows import DraftRowsAttention
 from baton.attention.fa3 import Fa3Attention
 from baton.attention.paged import PagedAttention
 from baton.attention.triton_paged import TritonAttention
@@ -21,9 +20,9 @@ it loses from 16,384 keys on."""
 
 
 class MixedAttention(PagedAttention):
-    """Triton kernels for a few rows of one token, or with drafts, FA3 for more and for chunks. Over FP8 pages
-    Triton for many rows, too: on an H200, 64 rows of 1,056 tokens in 39 us instead of 55, 256 of 700 in 98
-    instead of 158."""
+    """The Triton kernel for a few rows of one token, FA3 for more and for chunks. Over FP8 pages Triton for
+    many rows, too: on an H200, 64 rows of 1,056 tokens in 39 us instead of 55, 256 of 700 in 98 instead of
+    158."""
 
     name = "mixed"
     features = Fa3Attention.features & TritonAttention.features
@@ -42,9 +41,8 @@ class MixedAttention(PagedAttention):
         self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = (), group: int = 0
     ) -> None:
         super().__init__(pool, num_heads, options, group)
-        self._few, self._drafts, self._many = (
+        self._few, self._many = (
             TritonAttention(pool, num_heads, options, group),
-            DraftRowsAttention(pool, num_heads, options, group),
             Fa3Attention(pool, num_heads, options, group),
         )
 
@@ -56,6 +54,5 @@ class MixedAttention(PagedAttention):
 
     def _part(self, rows: AttentionRows) -> PagedAttention:
         count = rows.keys.shape[0]
-        if rows.starts is None and (count <= FEW_ROWS or self._few.streams(count)):
-            return self._few
-        return self._drafts if self._drafts.takes(rows) else self._many
+        few = rows.starts is None and (count <= FEW_ROWS or self._few.streams(count))
+        return self._few if few else self._many

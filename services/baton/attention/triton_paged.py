@@ -15,7 +15,7 @@ from baton.layers.attention import AttentionOptions
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST_CAPABILITY = (8, 0)
-PROGRAMS = 2
+_PROGRAMS = 2
 """Programs per multiprocessor among which a few rows' keys are split."""
 
 
@@ -54,7 +54,7 @@ class TritonAttention(PagedAttention):
         self._chunks, self._singles, self._whole = chunk_attention, decode_attention, whole
         self._most = most_splits(num_heads // pool.layout.num_kv_heads, pool.layout.head_dim)
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
-        self._programs = PROGRAMS * processors
+        self._programs = _PROGRAMS * processors
         # Zero between any two launches. Above this many rows nothing is split, so nothing is counted.
         self._counters = torch.zeros(self._programs, dtype=torch.int32, device=pool.device)
         self._pdl = torch.cuda.get_device_capability(pool.device) >= (9, 0)
