@@ -334,7 +334,8 @@ class HeadDrafter(PagedDrafter):
             tokens = work.state.sequence.tokens
             following = [tokens[position + 1] for position in work.positions]
             rows.append(PlanRow(work.kv.slot, following, work.state.pairs, work.kv.tables, (work.kv.slot,)))
-        hidden = [self._head.enter(torch.cat(work.hidden)) for work in works]
+        parts = [work.hidden[0] if len(work.hidden) == 1 else torch.cat(work.hidden) for work in works]
+        hidden = [self._head.enter(part) for part in parts]
         positions = [work.positions for work in works]
         ends: Sequence[torch.Tensor | None] = [None] * len(works)
         if drafts:
