@@ -199,6 +199,8 @@ def test_the_first_step_behind_a_prompt_waits_for_a_search_alone():
     index, tokens = SuffixIndex(), [*range(1000), *range(500, 510)]
     assert index.extend(tokens) == 509 and not index._ends
     assert index.extend([*tokens, 510]) == 510 and len(index._ends) == 1000
+    # Of many tokens at once that have not occurred among themselves, too.
+    assert index.extend([*tokens, 510, *range(2000, 2100), 700, 701, 702]) == 702
 
 
 def test_rows_with_a_grammar_have_no_drafts_where_their_masks_come_late():
