@@ -17,7 +17,7 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_loop import StepPipeline
 from baton.engine.warmup import StepLimits
-from baton.handoff.messages import AttemptName, DraftsAnnounced, GroupPages, PrefillFailed
+from baton.handoff.messages import AttemptName, DraftsAnnounced, FirstSampled, GroupPages, PrefillFailed
 from baton.rpc.address import new_incarnation
 from baton.worker.engine import build_engine
 from baton.worker.memory import run_largest_steps
@@ -114,9 +114,10 @@ def test_what_a_gpu_computes_is_announced_when_it_is_there(monkeypatch):
 
 
 class Node:
-    """A prefill node's core, with a runner, a head and steps that overlap."""
+    """A prefill node's core, with a runner, a head and steps that overlap. `early`: as on a GPU; None: as on
+    this device."""
 
-    def __init__(self, folder, rows):
+    def __init__(self, folder, rows, early: bool | None = True):
         sizes = {"hidden_size": HIDDEN, "num_attention_heads": 4, "head_dim": 32, "num_hidden_layers": 4}
         head = save_head(folder / "head", random_head("midlayer", VOCAB // 4, VOCAB), VOCAB)
         config = PrefillConfig(
@@ -133,13 +134,17 @@ class Node:
         self.drafter = cast(HeadDrafter, self.engine.drafter.drafter)
         self.outputs: dict[Any, Any] = {}
         """Entries announced, or why it failed, by the attempt's name."""
+        self.order: list[Any] = []
+        """What was sent."""
         limits = SchedulerConfig(context_length=512, token_budget=64, max_rows=rows)
         drafts = PromptDrafts(self.drafter)
+        drafts._early = early if early is not None else drafts._early
         self.core = PrefillCore(self.engine.cache, limits, config, Shell(self.send), prompt_drafts=drafts)
         self.pipeline = StepPipeline(self.core, self.engine.runner, True, lambda: 1.0)
 
     def send(self, step, outputs, effects):
         for each in outputs["decode"]:
+            self.order.append(type(each))
             if isinstance(each, DraftsAnnounced):
                 assert sum(len(group.pages) for group in each.groups) == -(-each.entries // 16)
                 self.outputs[each.name] = each.entries
@@ -181,6 +186,18 @@ class Node:
             slots.drop(kv)
         slots.cache.check(idle=True)
         self.engine.close()
+
+
+def test_on_a_cpu_the_first_token_waits_for_no_pass_of_the_drafter(tmp_path):
+    node = Node(tmp_path, 4, early=None)
+    fill = node.drafter.fill
+    node.drafter.fill = lambda prompts: (node.order.append("filled"), fill(prompts))
+    (prompt,) = texts(40)
+    name = node.start(1, prompt)
+    node.run()
+    assert node.outputs == {name: 39} and node.found(prompt) == 2
+    assert node.order.index(FirstSampled) < node.order.index("filled") < node.order.index(DraftsAnnounced)
+    node.close()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """What drafters of decode nodes will attend to of prompts: computed, and lent under the prompts' leases.
 
-It is enqueued behind the chunk that it follows on, before that has been read. Until then nobody else finds it
-or hears of it, so that a step that fails takes it along.
+A GPU gets it enqueued behind the chunk that it follows on, before that has been read. Until then nobody else
+finds it or hears of it, so that a step that fails takes it along. A CPU computes it once the chunk's first
+token is on its way.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class _Launched:
     """What follows on a step."""
 
     filled: dict[Attempt, _Filled] = field(default_factory=dict)
+    hidden: dict[Attempt, torch.Tensor] = field(default_factory=dict)
+    """Hidden states that the step leaves of each, until they are computed with."""
     done: torch.cuda.Event | None = None
     """That it has been computed; None on a CPU, where it has."""
 
@@ -50,7 +53,8 @@ class PromptDrafts:
     def __init__(self, drafter: PagedDrafter) -> None:
         self.broken = ""
         """Why nothing is computed any more; empty: it is."""
-        self._drafter = drafter
+        self._drafter, self._early = drafter, drafter.device.type == "cuda"
+        """Whether it is enqueued, rather than computed at once."""
         self._launched: dict[int, _Launched] = {}
         """By the number of the step, which has not been read."""
         self._read: list[_Launched] = []
@@ -59,24 +63,23 @@ class PromptDrafts:
         self, step: Step, launched: LaunchedStep, attempt_of: Callable[[EngineRequest], Attempt | None]
     ) -> None:
         behind = _Launched()
-        hidden: dict[Attempt, torch.Tensor] = {}
         for index, record in enumerate(step.records):
             attempt = attempt_of(record.sequence.request)
             if attempt is not None and attempt.lends_drafts:
                 behind.filled[attempt] = _Filled(record)
                 if index in launched.hidden:
-                    hidden[attempt] = launched.hidden[index]
+                    behind.hidden[attempt] = launched.hidden[index]
         if behind.filled:
             self._launched[step.plan.number] = behind
-            if not self.broken:
+            if not self.broken and self._early:
                 with self._guarded():
-                    self._fill(behind, hidden)
+                    self._fill(behind)
 
-    def _fill(self, behind: _Launched, hidden: dict[Attempt, torch.Tensor]) -> None:
+    def _fill(self, behind: _Launched) -> None:
         drafter, records = self._drafter, [each.record for each in behind.filled.values()]
-        for attempt, states in hidden.items():
-            record = behind.filled[attempt].record
-            drafter.observe(record.sequence, record.end - len(states), states)
+        for attempt, each in behind.filled.items():
+            if (states := behind.hidden.pop(attempt, None)) is not None:
+                drafter.observe(each.record.sequence, each.record.end - len(states), states)
         drafter.fill([(record.sequence, record.end) for record in records])
         for attempt, each in behind.filled.items():
             sequence = each.record.sequence
@@ -105,6 +108,8 @@ class PromptDrafts:
             complete = [attempt for attempt in behind.filled if attempt.complete_since is not None]
             if not self.broken:
                 with self._guarded():
+                    if not self._early:  # the first token waits for no pass
+                        self._fill(behind)
                     self._keep(behind)
                     if complete and behind.done is not None:
                         behind.done.synchronize()
