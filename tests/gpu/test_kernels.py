@@ -38,6 +38,19 @@ def test_gemv(rows, columns, gated, add, norm, bias, pdl):
     assert ((out.float() - want).norm() / want.norm()).item() < 4e-3
 
 
+@pytest.mark.parametrize("rows", [3, 40])
+def test_rows_that_lie_apart_are_multiplied(rows):
+    """As a recurrent layer gives them, which has replayed drafts before them."""
+    from baton.layers.kernels.gemm import gated, project_parts
+
+    torch.manual_seed(rows)
+    linear = Linear(torch.randn(4096, 1024, device=CUDA).bfloat16() / 32)
+    x = torch.randn(rows, 2, 1024, device=CUDA).bfloat16()[:, 1]
+    assert not x.is_contiguous()
+    for product in (lambda x: project_parts(x, linear), lambda x: gated(x, linear, x.dtype)):
+        assert torch.equal(product(x), product(x.clone(memory_format=torch.contiguous_format)))
+
+
 @pytest.mark.parametrize("rows", [2, 7, 8, 9, 16, 17, 64, 65, 128, 136, 200, 256])
 @pytest.mark.parametrize(
     ("columns", "k"),

@@ -90,6 +90,7 @@ def run(
     known=(),
     right=0,
     counts=None,
+    overlap=False,
 ):
     """Outputs, of each draft asked for what is known and what follows, and the shapes of the head's graphs.
     `behind`: it goes on behind steps that have not been read, and the host does not know its drafts. `known`:
@@ -129,7 +130,7 @@ def run(
     runner.drafter = drafter
     if not behind:
         drafter.follow = lambda launched: None
-    options = {"overlap": False, "drafter": drafter, "draft_tokens": most, "budget": 40}
+    options = {"overlap": overlap, "drafter": drafter, "draft_tokens": most, "budget": 40}
     return generate(runner, cache, prompts, params, **options), drafts, shapes
 
 
@@ -165,7 +166,8 @@ def test_drafts_behind_right_ones_are_those_of_single_passes(checkpoint, head, r
     assert len(behind) > 8 and behind.count(5) > 4
 
 
-def test_nothing_follows_a_stop_token_that_was_a_right_draft(checkpoint, head):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_follows_a_stop_token_that_was_a_right_draft(checkpoint, head, overlap):
     """The host does not know that it is one of a row's drafts."""
     prompts = prompts_of(5, 37, 16, 60, 3)
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=40) for i in range(5)]
@@ -173,7 +175,7 @@ def test_nothing_follows_a_stop_token_that_was_a_right_draft(checkpoint, head):
     ends = [output[20 + 3 * i] for i, output in enumerate(known)]
     params = [replace(each, stop_token_ids=frozenset({end})) for each, end in zip(params, ends, strict=True)]
     counts = Counter()
-    options = {"graphs": True, "most": 3, "known": known, "right": 3, "counts": counts}
+    options = {"graphs": True, "most": 3, "known": known, "right": 3, "counts": counts, "overlap": overlap}
     found = run(checkpoint, head, prompts, params, **options)[0]
     assert found == [output[: output.index(end) + 1] for output, end in zip(known, ends, strict=True)]
     assert counts["named"] > 20
@@ -260,7 +262,7 @@ def test_copies_wait_for_all_drafts_that_are_under_way(head):
     assert waited == [*(launched.done for launched in under_way), *recorded]
 
 
-@pytest.mark.parametrize("limits", [{}, {"pages": 7}, {"slots": 3}])
+@pytest.mark.parametrize("limits", [{}, {"pages": 7}, {"slots": 3}, {"overlap": True}])
 def test_texts_are_those_without(checkpoint, head, limits):
     prompts, params = prompts_of(*range(3, 33, 3)), parameters()
     runner, cache = make(checkpoint, "cpu", torch.float32)

@@ -174,9 +174,11 @@ class RowResult:
     one, at most one more than there are drafts."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     error: str | None = None
-    """Why the row has no tokens, e.g. logits that are not numbers."""
+    """Why the row has no tokens, or no more, e.g. logits that are not numbers."""
     reason: str = "BAD_LOGITS"
     """The error's machine-readable form."""
+    failed_at: int = 0
+    """With an error: so many tokens came before it."""
     logprobs: tuple[Logprobs | None, ...] = ()
     """Log-probabilities of each token under the unmodified logits, where params.logprobs is not None;
     empty: of none."""

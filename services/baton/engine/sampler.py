@@ -347,12 +347,14 @@ def row_results(
 
 
 def _add_kept(result: RowResult, kept: Sequence[KeptToken]) -> None:
-    """What the row sampled behind right drafts. A position that failed fails the row."""
-    for each in kept:
-        if not each.finite:
-            result.error = BAD_LOGITS
-        elif each.error:
-            result.error, result.reason = each.error, "GRAMMAR_FAILED"
+    """What the row sampled behind right drafts, up to the first position that failed."""
+    for at, each in enumerate(kept):
+        if not each.finite or each.error:
+            result.error, result.failed_at = BAD_LOGITS, 1 + at
+            if each.finite:
+                result.error, result.reason = each.error, "GRAMMAR_FAILED"
+            kept = kept[:at]
+            break
     result.tokens += tuple(each.token for each in kept)
     if result.logprobs:
         result.logprobs += tuple(each.logprobs for each in kept)

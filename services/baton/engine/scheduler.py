@@ -271,7 +271,7 @@ class Scheduler(SchedulerState):
             sequence = record.sequence
             if sequence.epoch != record.epoch or sequence.phase is SequencePhase.ENDED:
                 continue
-            if row.error is not None:
+            if row.error is not None and not _stops_before_error(sequence, row):
                 if row.reason == "BAD_LOGITS":
                     for each in sequence.request.sequences:
                         each.retired = 0  # nobody may reuse what its pages hold
@@ -302,18 +302,19 @@ class Scheduler(SchedulerState):
             return
         # Nothing counts behind a stop token, which a draft may have been.
         stops, kept = sequence.request.params.stop_token_ids, row.sampled()
-        del kept[next((i + 1 for i, (token, _) in enumerate(kept) if token in stops), len(kept)) :]
-        right = len(kept) - 1
+        end = next((i + 1 for i, (token, _) in enumerate(kept) if token in stops), len(kept))
+        verified = (end, end) if end < len(kept) or row.error is not None else (drafts, end - 1)
+        right = end - 1
         sequence.unread -= 1 + drafts
         sequence.drafted -= drafts
         sequence.computed -= drafts - right
         sequence.retired += 1 + right
         if self.cache.has_states:
             sequence.replay = right
-        for token, logprobs in kept:
+        for token, logprobs in kept[:end]:
             self._take_token(sequence, token, logprobs)
         if self.drafts is not None:
-            self.drafts.verified(sequence, record.kind, drafts, right)
+            self.drafts.verified(sequence, record.kind, *verified)
 
     def fail_step(self, step: Step, message: str) -> None:
         """The step could not be executed: everything in it fails."""
@@ -403,3 +404,8 @@ class Scheduler(SchedulerState):
         """The leader's pages hold the confirmed KV of all tokens but the last: it joins the running batch."""
         leader.computed = leader.retired = len(leader.tokens) - 1
         self.start_decoding(leader, self.config.output_margin)
+
+
+def _stops_before_error(sequence: Sequence, row: RowResult) -> bool:
+    """Whether what failed lies behind a token that ends the sequence."""
+    return not sequence.request.params.stop_token_ids.isdisjoint(row.tokens[: row.failed_at])

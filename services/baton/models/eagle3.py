@@ -189,8 +189,9 @@ class Eagle3Head:
     def use_kernels(self, context: int, rows: int) -> bool:
         target, self._kernels = self._target, True
         self._rope.prepare_kernels(context, target.device)
-        shape = rows, target.config.vocab_size
-        self._scores = torch.full(shape, -torch.inf, dtype=target.dtype, device=target.device)
+        if self.tokens is not None:
+            shape = rows, target.config.vocab_size
+            self._scores = torch.full(shape, -torch.inf, dtype=target.dtype, device=target.device)
         if self.dtype.itemsize == 2:
             use_one_row_products(self.parameters)
             first = self.first

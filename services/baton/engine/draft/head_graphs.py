@@ -237,6 +237,7 @@ class HeadGraphs:
         pairs, ends = shape.pairs, (shape.rows + 1) * shape.pairs
         offsets = torch.arange(pairs, dtype=torch.int32, device=device)
         firsts = torch.arange(0, ends, pairs, dtype=torch.int32, device=device)
+        # Nobody reads them: drafts that come of no numbers are wrong ones.
         flags = torch.zeros(shape.rows, device=device) if self._caches else None
         entries = inputs.starts[:, None] + offsets
         batch = self._batch(inputs, inputs.tokens, inputs.positions, entries, firsts, flags)
