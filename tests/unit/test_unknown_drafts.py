@@ -23,9 +23,10 @@ class Names(Drafter):
         return [-1 - place for place in range(most)]
 
 
-def step_of(*sampled, finite=True):
+def step_of(*sampled, finite=True, numbers=True):
     """A scheduler that has committed a step with three drafts, and what came of it. `sampled`: its first
-    token, and those behind right drafts, of which all but the first come of no numbers unless `finite`."""
+    token, and those behind right drafts, of which all but the first come of no numbers unless `finite`;
+    without `numbers` the first does, too."""
     cache = KvCacheManager(PageAllocator(40), PrefixTree(16))
     limits = SchedulerConfig(context_length=256, token_budget=64, max_rows=4, draft_tokens=3)
     scheduler = Scheduler(cache, limits, drafter=Names())
@@ -39,7 +40,7 @@ def step_of(*sampled, finite=True):
     assert row.drafts == (-1, -2, -3)
     first, *rest = sampled
     kept = {0: [KeptToken(token, None, finite or at == 0, "") for at, token in enumerate(rest)]}
-    rows = row_results(step.plan.rows, [first], [True], {}, {}, {}, kept)
+    rows = row_results(step.plan.rows, [first], [numbers], {}, {}, {}, kept)
     scheduler.commit(step, StepResult(step.plan.number, rows))
     return scheduler, [each for each in scheduler.take_events() if isinstance(each, TokenEvent | FailedEvent)]
 
@@ -69,4 +70,9 @@ def test_what_is_no_number_behind_a_stop_token_fails_nothing():
 @pytest.mark.parametrize("sampled", [(5, 6, STOP, 7), (5, 6, 7)])
 def test_what_is_no_number_before_it_does(sampled):
     _, events = step_of(*sampled, finite=False)
+    assert [type(event) for event in events] == [FailedEvent]
+
+
+def test_a_token_that_comes_of_no_numbers_stops_nothing():
+    _, events = step_of(STOP, numbers=False)
     assert [type(event) for event in events] == [FailedEvent]
