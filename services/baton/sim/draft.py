@@ -32,4 +32,7 @@ class SimDrafter(Drafter):
             )
         done = sequence.num_read
         found = known[done : done + rng.randrange(most + 1)]
-        return [token if rng.random() < self._right else token ^ 1 for token in found]
+        drafts = [token if rng.random() < self._right else token ^ 1 for token in found]
+        # As a head on a GPU: nobody can leave out what follows a stop token.
+        unknown = not sequence.unread and rng.random() < 0.5
+        return [-1 - token for token in drafts] if unknown else drafts

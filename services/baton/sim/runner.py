@@ -27,6 +27,9 @@ from baton.sim.model import (
 from baton.sim.world import Violation
 from baton.worker.ranks.channel import CollectiveError
 
+GUESSES = range(2**31)
+"""What only the device knows: entry n is token n."""
+
 
 def salted(head: int, entries: bytes) -> bytes:
     """Entries as a KV head's piece of a page holds them, which is another one for each head; and back."""
@@ -168,7 +171,7 @@ class SimRunner:
 
     def begin(self, step: SimLaunchedStep) -> None:
         plan = step.plan
-        rows = tuple(row.settled(self._right.get(row.slot, 0)) for row in plan.rows)
+        rows = tuple(row.settled(self._right.get(row.slot, 0), GUESSES) for row in plan.rows)
         step.plan = replace(plan, rows=rows)
         for init in plan.inits:
             self._seeds[init.slot] = init.seed
