@@ -81,7 +81,7 @@ class HeadPasses:
         hidden: Sequence[torch.Tensor],
         tokens: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, Batch]:
-        """Of DraftHead.forward."""
+        """What DraftHead.forward takes."""
         device, rows = self._pool.device, host.rows
         single, parts = host.single, []
         for first, end, longest in ((0, single, 1), (single, len(rows), host.longest)):
