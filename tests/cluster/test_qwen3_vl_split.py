@@ -26,6 +26,8 @@ from baton.v1 import (
 from vision_models import IMAGE_TOKEN, TOKENIZER_VOCAB, processor, save_qwen3_5, save_qwen3_vl, save_tokenizer
 
 OUTPUT, IMAGE_OUTPUT = 12, 64
+LONG_OUTPUT = 400
+"""So that a node is still decoding when it is killed."""
 LENGTHS = (15, 17, 40, 65, 130, 131, 132, 133)
 
 
@@ -86,8 +88,9 @@ def picture(size, seed):
     return made.getvalue(), image
 
 
-def conversation(saved, *parts, seed=0):
-    """Text and sizes of pictures -> the message, and what transformers makes of it: ids, and 64 tokens."""
+def conversation(saved, *parts, seed=0, output=IMAGE_OUTPUT):
+    """Text and sizes of pictures -> the message, and what transformers makes of it: its ids, and the next
+    `output` tokens."""
     path, model = saved
     message, images, content = tokenizer_pb2.ChatMessage(role="user"), [], []
     for number, part in enumerate(parts):
@@ -111,9 +114,7 @@ def conversation(saved, *parts, seed=0):
     ids = torch.tensor([ids])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **made}
     given["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
-    out = model.generate(
-        **given, max_new_tokens=IMAGE_OUTPUT, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    out = model.generate(**given, max_new_tokens=output, do_sample=False, eos_token_id=None, pad_token_id=0)
     return message, ids.shape[1], out[0, ids.shape[1] :].tolist()
 
 
@@ -127,9 +128,9 @@ def conversations(saved):
     ]
 
 
-async def answer(stub, message, on_token=None, **fields):
+async def answer(stub, message, on_token=None, output=IMAGE_OUTPUT, **fields):
     """-> all tokens of each choice, and what the request has used."""
-    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=IMAGE_OUTPUT, ignore_eos=True)
+    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     start = inference_pb2.GenerateStart(
         chat=tokenizer_pb2.ChatPrompt(messages=[message]), sampling=sampling, raw_output=True, **fields
     )
@@ -177,16 +178,18 @@ async def test_nodes_are_lost_in_the_middle_of_answers(pair, saved):
     """First the encode node, then the decode node that streams: nobody notices."""
     (encoder,) = pair.of("encode")
     encoder.kill()
-    message, _, wanted = conversation(saved, "Once more ", (45, 70), "!", seed=9)
+    message, _, wanted = conversation(saved, "Once more ", (45, 70), "!", seed=9, output=LONG_OUTPUT)
     killed = []
 
     async def kill(count):
-        if count >= 5 and not killed:
+        if count >= 5 and not killed:  # a node may say a little later what it runs
             killed.extend(node for node in pair.of("decode") if node.load().running)
-            killed[0].kill()
+            for node in killed:
+                node.kill()
 
     async with grpc.aio.insecure_channel(pair.gateway.outside) as channel:
-        tokens, _ = await answer(inference_pb2_grpc.InferenceStub(channel), message, kill, hand_off=True)
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        tokens, _ = await answer(stub, message, kill, LONG_OUTPUT, hand_off=True)
     assert tokens == {0: wanted} and killed
     pair.start_all([encoder, killed[0]])
 
