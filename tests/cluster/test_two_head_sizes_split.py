@@ -80,6 +80,7 @@ async def test_streams_of_a_killed_node_go_on(pair, expected):
         streams = [client.stream(**greedy(prompt, OUTPUT)) for prompt, _ in expected]
         tasks = [asyncio.create_task(stream.completion()) for stream in streams]
         await until(lambda: any(stream.so_far.token_ids for stream in streams), "a token")
+        await until(lambda: any(node.load().running for node in pair.of("decode")), "what a node runs")
         victim = max(pair.of("decode"), key=lambda node: node.load().running)
         victim.kill()
         completions = await asyncio.wait_for(asyncio.gather(*tasks), 120)
