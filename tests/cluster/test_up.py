@@ -78,7 +78,7 @@ def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
     assert set(table.values()) < seen and len(seen) >= 6 and len(segments) == 4
     process.send_signal(signal.SIGTERM)
     assert process.wait(90) == 0, printed.read_text()
-    assert not [pid for pid in seen if psutil.pid_exists(pid)]
+    assert not [pid for pid in seen if alive(pid)]
     assert not [path for path in segments if path.exists()]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
