@@ -13,6 +13,7 @@ from baton.engine.device_slots import DeviceSlots, _continues
 from baton.engine.plan import PlanRow
 from baton.kvcache.kv_groups import NO_PAGE
 from baton.layers.async_copy import Upload
+from settled_rows import settle
 
 CPU = torch.device("cpu")
 
@@ -243,7 +244,8 @@ def test_rows_that_follow_unread_drafts(seed):
         torch.from_numpy(each.copy())
         for each in (host.ids, host.positions, host.lengths, host.token_slots, host.row_slots)
     )
-    there.settle(ids, positions, lengths, token_slots, row_slots, torch.from_numpy(np.append(host.drafts, 0)))
+    drafts = torch.from_numpy(np.append(host.drafts, 0))
+    settle(there, ids, positions, lengths, token_slots, row_slots, drafts)
     expected = torch.from_numpy(known.ids)
     expected = torch.where(
         expected < 0, there.last_token[torch.from_numpy(known.token_slots).long()], expected

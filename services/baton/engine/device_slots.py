@@ -123,22 +123,11 @@ class DeviceSlots:
         drafts: torch.Tensor,
     ) -> None:
         """Replaces what a `HostBatch` could not know by what the steps before have sampled. All int32; ids,
-        positions and token_slots [tokens], lengths and row_slots [rows]; drafts: at least one."""
-        if ids.is_cuda:
-            from baton.layers.kernels import draft_steps
+        positions and token_slots [tokens], lengths and row_slots [rows]; drafts: at least one. On a GPU."""
+        from baton.layers.kernels import draft_steps
 
-            lanes = ids, positions, lengths, token_slots, row_slots, drafts
-            draft_steps.settle(*lanes, self.right, self.last_token)
-            return
-        follows = positions < 0
-        right = torch.where(follows, self.right.index_select(0, token_slots), 0)
-        at = (right - 2 - ids).clamp_(0, len(drafts) - 1)
-        ids.copy_(torch.where(ids < -1, drafts.index_select(0, at), ids))
-        ids.copy_(self.tokens(ids, token_slots))
-        positions.copy_(torch.where(follows, right - 1 - positions, positions))
-        longer = self.right.index_select(0, row_slots) - lengths
-        lengths.copy_(torch.where(lengths < 0, longer, lengths))
-        self.unsettle(row_slots.long())
+        lanes = ids, positions, lengths, token_slots, row_slots, drafts
+        draft_steps.settle(*lanes, self.right, self.last_token)
 
     def unsettle(self, slots: torch.Tensor) -> None:
         """slots, int64, have been read: if the sampling of their rows fails, no draft of these was right."""
